@@ -1,6 +1,7 @@
-"""What gated DeltaNet and Kimi delta attention share: the cache of one layer and its advance by one call."""
+"""What gated DeltaNet and Kimi delta attention share: a layer's cache, its advance by one call, and the decays."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -71,3 +72,23 @@ def advance(
     else:
         state, out = cache.method.prefill(cache.recurrent, *inputs, mask=span.valid)
     return out, RecurrentCache(conv, state, cache.method)
+
+
+def log_decay(a: Array, log_rate: Array, bias: Array) -> Array:
+    """g = -exp(A_log) softplus(a + dt_bias) in float32; `log_rate` and `bias` broadcast over leading axes.
+
+    `jax.nn.softplus` is log-add-exp, so a large pre-activation decays the state instead of erasing it.
+    """
+    rate, bias = (jnp.broadcast_to(y.astype(jnp.float32), a.shape) for y in (jnp.exp(log_rate), bias))
+    return -rate * jax.nn.softplus(a.astype(jnp.float32) + bias)
+
+
+def init_log_rate(key: Array, shape: tuple[int, ...]) -> Array:
+    """log A with A ~ U(1, 16), as Mamba and FLA start their decays."""
+    return jnp.log(jax.random.uniform(key, shape, jnp.float32, 1.0, 16.0))
+
+
+def init_time_step(key: Array, shape: tuple[int, ...]) -> Array:
+    """dt_bias whose softplus is log-uniform in [1e-3, 1e-1], so that fresh heads remember ten to thousands of tokens."""
+    dt = jnp.exp(jax.random.uniform(key, shape, jnp.float32, math.log(1e-3), math.log(1e-1)))
+    return dt + jnp.log(-jnp.expm1(-dt))

@@ -35,14 +35,14 @@ class GatedAttention(nnx.Module):
         self.config = config
         width, dim = config.hidden_size, config.head_dim
         queries, keys = config.num_attention_heads * dim, config.num_key_value_heads * dim
-        options = dict(
-            dtype=config.dtype, param_dtype=param_dtype, precision=config.matmul_precision,
+        project = functools.partial(
+            linear, dtype=config.dtype, param_dtype=param_dtype, precision=config.matmul_precision,
             std=config.initializer_range, rngs=rngs,
         )  # fmt: skip
-        self.q_proj = linear(width, 2 * queries, **options)
-        self.k_proj = linear(width, keys, **options)
-        self.v_proj = linear(width, keys, **options)
-        self.o_proj = linear(queries, width, **options)
+        self.q_proj = project(width, 2 * queries)
+        self.k_proj = project(width, keys)
+        self.v_proj = project(width, keys)
+        self.o_proj = project(queries, width)
         self.q_norm = RMSNorm(dim, eps=config.rms_norm_eps, param_dtype=param_dtype)
         self.k_norm = RMSNorm(dim, eps=config.rms_norm_eps, param_dtype=param_dtype)
 

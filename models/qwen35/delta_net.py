@@ -1,6 +1,6 @@
 """Gated DeltaNet: the recurrent layer of Qwen3.5."""
 
-import math
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from jax import Array
 from models.blocks import CausalConvolution, Float32Param, GatedRMSNorm, linear
 from models.qwen35.config import Config
 from models.ragged import Span
-from models.recurrent import RecurrentCache, advance
+from models.recurrent import RecurrentCache, advance, init_log_rate, init_time_step, log_decay
 
 
 class GatedDeltaNet(nnx.Module):
@@ -25,22 +25,22 @@ class GatedDeltaNet(nnx.Module):
         self.config = config
         heads, width = config.linear_num_value_heads, config.hidden_size
         values = heads * config.linear_value_head_dim
-        options = dict(
-            dtype=config.dtype, param_dtype=param_dtype, precision=config.matmul_precision,
+        project = functools.partial(
+            linear, dtype=config.dtype, param_dtype=param_dtype, precision=config.matmul_precision,
             std=config.initializer_range, rngs=rngs,
         )  # fmt: skip
-        self.in_proj_qkv = linear(width, config.linear_conv_dim, **options)
-        self.in_proj_z = linear(width, values, **options)
+        self.in_proj_qkv = project(width, config.linear_conv_dim)
+        self.in_proj_z = project(width, values)
         # The gates' products are handed over in float32: a rounding here would be a rounding of every write.
-        self.in_proj_b = linear(width, heads, output_dtype="float32", **options)
-        self.in_proj_a = linear(width, heads, output_dtype="float32", **options)
+        self.in_proj_b = project(width, heads, output_dtype="float32")
+        self.in_proj_a = project(width, heads, output_dtype="float32")
         self.conv1d = CausalConvolution(
             config.linear_conv_dim, config.linear_conv_kernel_dim, param_dtype=param_dtype, rngs=rngs
         )
         self.A_log = Float32Param(init_log_rate(rngs.params(), (heads,)))
         self.dt_bias = Float32Param(init_time_step(rngs.params(), (heads,)))
         self.norm = GatedRMSNorm(config.linear_value_head_dim, eps=config.rms_norm_eps, activation=jax.nn.silu)
-        self.out_proj = linear(values, width, **options)
+        self.out_proj = project(values, width)
 
     def __call__(self, x: Array, cache: RecurrentCache, span: Span, *, step: bool) -> tuple[Array, RecurrentCache]:
         """Mixes the tokens of one call into the state.
@@ -70,23 +70,3 @@ class GatedDeltaNet(nnx.Module):
         z = self.in_proj_z(x).reshape(out.shape)
         y = self.norm(out, z).astype(x.dtype)
         return self.out_proj(y.reshape(batch, num_tokens, -1)), cache
-
-
-def log_decay(a: Array, log_rate: Array, bias: Array) -> Array:
-    """g = -exp(A_log) softplus(a + dt_bias) in float32; `log_rate` and `bias` broadcast over leading axes.
-
-    `jax.nn.softplus` is log-add-exp, so a large pre-activation decays the state instead of erasing it.
-    """
-    rate, bias = (jnp.broadcast_to(y.astype(jnp.float32), a.shape) for y in (jnp.exp(log_rate), bias))
-    return -rate * jax.nn.softplus(a.astype(jnp.float32) + bias)
-
-
-def init_log_rate(key: Array, shape: tuple[int, ...]) -> Array:
-    """log A with A ~ U(1, 16), as Mamba and FLA start their decays."""
-    return jnp.log(jax.random.uniform(key, shape, jnp.float32, 1.0, 16.0))
-
-
-def init_time_step(key: Array, shape: tuple[int, ...]) -> Array:
-    """dt_bias whose softplus is log-uniform in [1e-3, 1e-1], so that fresh heads remember ten to thousands of tokens."""
-    dt = jnp.exp(jax.random.uniform(key, shape, jnp.float32, math.log(1e-3), math.log(1e-1)))
-    return dt + jnp.log(-jnp.expm1(-dt))

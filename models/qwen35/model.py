@@ -20,13 +20,13 @@ class MLP(nnx.Module):
     """down(silu(gate(x)) * up(x))."""
 
     def __init__(self, config: Config, *, param_dtype: jnp.dtype, rngs: nnx.Rngs):
-        options = dict(
-            dtype=config.dtype, param_dtype=param_dtype, precision=config.matmul_precision,
+        project = functools.partial(
+            linear, dtype=config.dtype, param_dtype=param_dtype, precision=config.matmul_precision,
             std=config.initializer_range, rngs=rngs,
         )  # fmt: skip
-        self.gate_proj = linear(config.hidden_size, config.intermediate_size, **options)
-        self.up_proj = linear(config.hidden_size, config.intermediate_size, **options)
-        self.down_proj = linear(config.intermediate_size, config.hidden_size, **options)
+        self.gate_proj = project(config.hidden_size, config.intermediate_size)
+        self.up_proj = project(config.hidden_size, config.intermediate_size)
+        self.down_proj = project(config.intermediate_size, config.hidden_size)
 
     def __call__(self, x: Array) -> Array:
         return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -159,7 +159,7 @@ def prefill(
     if _concrete(real) and real.size and not (0 <= int(real.min()) and int(real.max()) < model.config.vocab_size):
         raise ValueError(f"token ids must lie in 0..{model.config.vocab_size - 1}, got {real.min()}..{real.max()}")
     added = jnp.int32(tokens.shape[1]) if mask is None else jnp.sum(mask, axis=1, dtype=jnp.int32)
-    _check_room(model.config, cache, added)
+    check_room(model.config, cache, added)
     if tokens.shape[1] == 0:
         shape = (tokens.shape[0], model.config.vocab_size)
         return jnp.zeros(shape if last_only else (shape[0], 0, shape[1]), jnp.float32), cache
@@ -187,7 +187,7 @@ def decode_step(model: Model, tokens: Array, cache: Cache, *, active: Array | No
     if active is not None and (active.shape != tokens.shape or active.dtype != jnp.bool_):
         raise ValueError(f"active must be bool {tokens.shape}, got {active.dtype} {active.shape}")
     _check_call(model, cache, tokens.shape[0])
-    _check_room(model.config, cache, jnp.int32(1) if active is None else active.astype(jnp.int32))
+    check_room(model.config, cache, jnp.int32(1) if active is None else active.astype(jnp.int32))
     return _decode_step(model, tokens, cache, active)
 
 
@@ -231,7 +231,7 @@ def _check_call(model: Model, cache: Cache, batch: int) -> None:
         raise ValueError(f"cache has {len(cache.layers)} layers, the model {model.config.num_hidden_layers}")
 
 
-def _check_room(config: Config, cache: Cache, added: Array) -> None:
+def check_room(config: Config, cache: Cache, added: Array) -> None:
     """Refuses tokens that a plain attention cache has no slots for, if that can be known before tracing."""
     slots = [layer.keys.shape[2] for layer in cache.layers if isinstance(layer, AttentionCache)]
     if not slots or config.attention_window is not None or not _concrete(cache.lengths) or not _concrete(added):
