@@ -78,5 +78,3 @@ def exact_decode(
 def zeros(batch: int, num_heads: int, key_dim: int, value_dim: int) -> Array:
     """The empty memory, [B, H, K, V] fp32."""
     return jnp.zeros((batch, num_heads, key_dim, value_dim), jnp.float32)
-
-

@@ -1,0 +1,125 @@
+"""Rounding the residual: smoothing (eq. 7), optional rotation and clipping, symmetric codes, one scale per value column.
+
+    R^ = Diag(c) (Z * B),    c_i = mean_j |R_ij|^s,    B_j = max_i |R_ij / c_i| / qmax
+
+With rotation="hadamard" the codes hold H C^-1 R instead, H the orthonormal Hadamard matrix over the key rows. C and H
+act on the key index, so a read folds them into the vector, R^^T x = B * (Z^T (H C x)), and costs no pass over the state.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from leapquant_jax.config import LeapConfig
+from leapquant_jax.numerics import HIGHEST
+from leapquant_jax.packing import pack, unpack
+
+# Shrink factors tried by clip="mse".
+_CLIP_RATIOS = np.linspace(1.0, 0.6, 9, dtype=np.float32)
+# Below these a row or column counts as zero: its reciprocal would leave fp32.
+_SMALLEST_ROW = 1e-18
+_SMALLEST_COLUMN = 1e-37
+
+
+class Quantized(NamedTuple):
+    """A rounded residual. Shapes as in `LeapState`; `row_scales` is None without smoothing."""
+
+    codes: Array
+    row_scales: Array | None
+    column_scales: Array
+
+
+def quantize(config: LeapConfig, residual: Array) -> Quantized:
+    """Rounds a residual once.
+
+    A zero row or column stays exactly zero; a NaN stays in its head, visible in the scales.
+
+    Args:
+      config: bits, smoothing, rotation, clip.
+      residual: [..., K, V] fp32.
+    """
+    row_scales = None
+    if config.smoothing:
+        mean = jnp.mean(jnp.abs(residual), axis=-1)
+        row_scales = jnp.sqrt(mean) if config.smoothing == 0.5 else mean ** jnp.float32(config.smoothing)
+        row_scales = jnp.where(row_scales < jnp.float32(_SMALLEST_ROW), jnp.float32(1), row_scales)
+        residual = residual / row_scales[..., None]
+    if config.rotation:
+        residual = rotate(residual, axis=-2)
+
+    largest = jnp.float32(config.largest_code)
+    column_scales = jnp.max(jnp.abs(residual), axis=-2) / largest
+    if config.clip:
+        column_scales = _clip_by_mse(residual, column_scales, largest)
+    codes = _round(residual, column_scales, largest)
+    codes = jnp.swapaxes(codes, -1, -2).astype(jnp.int8)  # value-major: a read sums along the last axis
+    return Quantized(pack(codes, config.bits or 8), row_scales, column_scales)
+
+
+def dequantize(config: LeapConfig, quantized: Quantized, key_dim: int) -> Array:
+    """[..., K, V] fp32 from codes and scales."""
+    codes = unpack(quantized.codes, config.bits or 8, key_dim)
+    residual = jnp.swapaxes(codes, -1, -2).astype(jnp.float32) * quantized.column_scales[..., None, :]
+    if config.rotation:
+        residual = rotate(residual, axis=-2)  # H is symmetric and its own inverse
+    if quantized.row_scales is not None:
+        residual = residual * quantized.row_scales[..., None]
+    return residual
+
+
+def read_quantized(config: LeapConfig, quantized: Quantized, x: Array) -> Array:
+    """R^^T x without forming R^ (appendix B.3).
+
+    Args:
+      quantized: codes [B, H, V, bytes] and scales.
+      x: [B, H, N, K] fp32, N vectors per head.
+
+    Returns:
+      [B, H, N, V] fp32.
+    """
+    if quantized.row_scales is not None:
+        x = x * quantized.row_scales[:, :, None]
+    if config.rotation:
+        x = rotate(x, axis=-1)
+    codes = unpack(quantized.codes, config.bits or 8, x.shape[-1])
+    # A multiply and a sum, not a dot: XLA fuses the widening into the reduction, so no fp32 copy of the state exists.
+    read = jnp.sum(codes[:, :, None].astype(jnp.float32) * x[:, :, :, None], axis=-1)
+    return read * quantized.column_scales[:, :, None]
+
+
+def rotate(x: Array, axis: int) -> Array:
+    """Multiplies by the orthonormal Hadamard matrix along `axis` (length a power of two)."""
+    matrix = jnp.asarray(hadamard(x.shape[axis]))
+    return jnp.moveaxis(jnp.einsum("...k,kl->...l", jnp.moveaxis(x, axis, -1), matrix, precision=HIGHEST), -1, axis)
+
+
+def hadamard(size: int) -> np.ndarray:
+    """Orthonormal, symmetric Sylvester-Hadamard matrix [size, size] fp32; size is a power of two."""
+    matrix = np.ones((1, 1))
+    while len(matrix) < size:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return (matrix / np.sqrt(size)).astype(np.float32)
+
+
+def _round(residual: Array, column_scales: Array, largest: Array) -> Array:
+    """round half to even, clip, NaN to 0, in that order: integer casts of anything else differ between backends."""
+    usable = column_scales > jnp.float32(_SMALLEST_COLUMN)
+    inverse = jnp.where(usable, jnp.float32(1) / jnp.where(usable, column_scales, 1), jnp.float32(0))
+    codes = jnp.clip(jnp.round(residual * inverse[..., None, :]), -largest, largest)
+    return jnp.where(jnp.isnan(codes), jnp.float32(0), codes)
+
+
+def _clip_by_mse(residual: Array, column_scales: Array, largest: Array) -> Array:
+    """Per column, the shrink factor of the scale with the smallest squared rounding error."""
+    best_scale, best_error = column_scales, None
+    for ratio in _CLIP_RATIOS:
+        scale = column_scales * jnp.float32(ratio)
+        error = jnp.sum((_round(residual, scale, largest) * scale[..., None, :] - residual) ** 2, axis=-2)
+        if best_error is None:
+            best_error = error
+            continue
+        best_scale = jnp.where(error < best_error, scale, best_scale)
+        best_error = jnp.minimum(error, best_error)
+    return best_scale
