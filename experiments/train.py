@@ -1,0 +1,276 @@
+"""Trains a small byte-level hybrid (gated DeltaNet and windowed attention) whose recurrent state has to remember.
+
+    python -m experiments.corpus                          # once
+    python -m experiments.train --output_dir runs/tiny --minutes 6
+
+Each row of the batch reads one long stream (text with recall tasks woven in, ``experiments.tasks``) in segments; the state is
+carried from segment to segment without gradient, for up to 32k tokens. Killed runs continue from the last checkpoint when the
+same command is given again. The folder then holds ``model/`` (config.json, model.safetensors), ``train.jsonl`` (the training
+log), ``results.jsonl`` (recall by age, bits per byte by position, half-lives), ``training.png`` and ``README.md``, the model card.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from absl import app, flags, logging
+from flax import nnx
+from tqdm import tqdm
+
+from experiments import corpus, train_data, train_report
+from experiments.train_step import AGE_GROUPS, TrainState, init_train_state, make_train_step
+from models import qwen35
+
+_OUTPUT_DIR = flags.DEFINE_string("output_dir", "runs/tiny-hybrid", "Folder for checkpoints, log, results and the model.")
+_STEPS = flags.DEFINE_integer("steps", 2000, "Training steps.")
+_MINUTES = flags.DEFINE_float("minutes", 0.0, "If positive, replaces --steps by what a short trial says fits in this time.")
+_BATCH = flags.DEFINE_integer("batch", 64, "Streams read at the same time.")
+_SEGMENT = flags.DEFINE_integer("segment", 2048, "Tokens of each stream per step; gradients stay within them.")
+_MAX_AGE = flags.DEFINE_integer("max_age", 16384, "Oldest answer that is asked for, in tokens.")
+_MAX_STREAM = flags.DEFINE_integer("max_stream", 32768, "Tokens after which a stream starts over. A multiple of --segment.")
+_CURRICULUM = flags.DEFINE_float("curriculum", 0.4, "Share of the run in which the oldest age grows from 256 to --max_age.")
+_LEARNING_RATE = flags.DEFINE_float("learning_rate", 2e-3, "Peak; warms up over 100 steps, then falls to a tenth (cosine).")
+_WEIGHT_DECAY = flags.DEFINE_float("weight_decay", 0.1, "AdamW's, of the matrices only.")
+_ANSWER_WEIGHT = flags.DEFINE_float("answer_weight", 8.0, "Weight of an answer's byte in the loss; other bytes weigh 1.")
+_LONGEST_HALF_LIFE = flags.DEFINE_float("longest_half_life", 16384.0, "Half-life of each layer's slowest head at the start.")
+_HIDDEN_SIZE = flags.DEFINE_integer("hidden_size", 256, "Width of the model.")
+_MLP_SIZE = flags.DEFINE_integer("mlp_size", 768, "Width of the MLPs.")
+_LAYERS = flags.DEFINE_integer("layers", 8, "Layers; every fourth is windowed attention.")
+_HEAD_SIZE = flags.DEFINE_integer("head_size", 128, "Key and value size of the recurrent heads.")
+_KEY_HEADS = flags.DEFINE_integer("key_heads", 2, "Key heads of a recurrent layer; it has twice as many value heads.")
+_WINDOW = flags.DEFINE_integer("attention_window", 256, "Tokens that the attention layers see.")
+_DTYPE = flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float32"], "Dtype of the matrix products and of the saved model.")
+_SEED = flags.DEFINE_integer("seed", 0, "Chooses parameters and streams.")
+_WORKERS = flags.DEFINE_integer("workers", 4, "Processes that make the streams.")
+_LOG_EVERY = flags.DEFINE_integer("log_every", 10, "Steps that one line of the log averages over.")
+_CHECKPOINT_EVERY = flags.DEFINE_integer("checkpoint_every", 500, "Steps between checkpoints.")
+_EVAL_STREAMS = flags.DEFINE_integer("eval_streams", 32, "Held-out streams of each sort in the final evaluation.")
+_EVAL_TOKENS = flags.DEFINE_integer("eval_tokens", 65536, "Length of each; a multiple of --segment.")
+flags.declare_key_flag("corpus_dir")
+
+
+def model_config() -> qwen35.Config:
+    """The model that the flags describe."""
+    return qwen35.Config(
+        vocab_size=corpus.VOCAB_SIZE,
+        hidden_size=_HIDDEN_SIZE.value,
+        intermediate_size=_MLP_SIZE.value,
+        num_hidden_layers=_LAYERS.value,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        linear_num_key_heads=_KEY_HEADS.value,
+        linear_num_value_heads=2 * _KEY_HEADS.value,
+        linear_key_head_dim=_HEAD_SIZE.value,
+        linear_value_head_dim=_HEAD_SIZE.value,
+        rope_theta=10000.0,
+        tie_word_embeddings=True,
+        max_position_embeddings=_MAX_STREAM.value,
+        initializer_range=0.04,
+        eos_token_id=(corpus.END_OF_DOCUMENT,),
+        attention_window=_WINDOW.value,
+        dtype=_DTYPE.value,
+        matmul_precision="default",
+    )
+
+
+def training_plan(steps: int) -> train_data.Plan:
+    """The streams that the flags describe."""
+    return train_data.Plan(
+        batch=_BATCH.value, segment=_SEGMENT.value, steps=steps, max_age=_MAX_AGE.value, max_stream=_MAX_STREAM.value,
+        curriculum=_CURRICULUM.value, seed=_SEED.value,
+    )  # fmt: skip
+
+
+def train(directory: Path) -> tuple[qwen35.Model, dict]:
+    """Trains from the last checkpoint, or from scratch, to the last step.
+
+    Args:
+        directory: Where checkpoints and log are kept.
+
+    Returns:
+        The trained model in ``--dtype`` and facts about the run.
+    """
+    config = model_config()
+    graphdef, state = init_train_state(
+        config, jax.random.key(_SEED.value), batch=_BATCH.value, longest_half_life=_LONGEST_HALF_LIFE.value
+    )
+    step_function = make_train_step(graphdef, answer_weight=_ANSWER_WEIGHT.value, weight_decay=_WEIGHT_DECAY.value)
+    steps = _decide_steps(directory, step_function, state)
+    plan = training_plan(steps)
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, _LEARNING_RATE.value, min(100, steps // 4), steps, 0.1 * _LEARNING_RATE.value
+    )
+    options = ocp.CheckpointManagerOptions(max_to_keep=2)
+    with ocp.CheckpointManager((directory / "checkpoints").resolve(), options=options) as manager:
+        first_step = 0
+        if (latest := manager.latest_step()) is not None:
+            state = manager.restore(latest, args=ocp.args.StandardRestore(jax.eval_shape(lambda: state)))
+            first_step = latest
+            logging.info("Continuing after step %d.", latest)
+        log = _Log(directory / "train.jsonl", first_step, plan)
+        feed = train_data.parallel_segments(plan, corpus.CORPUS_DIR.value, first_step, workers=_WORKERS.value)
+        for step in tqdm(range(first_step, steps), initial=first_step, total=steps, unit="step", mininterval=1.0):
+            segment = next(feed)
+            rate = jnp.float32(schedule(step))
+            state, metrics = step_function(state, segment.tokens, segment.age, segment.fresh, rate)
+            log.add(step + 1, metrics, float(rate))
+            if (step + 1) % _CHECKPOINT_EVERY.value == 0 or step + 1 == steps:
+                manager.save(step + 1, args=ocp.args.StandardSave(state))
+    model = qwen35.cast(nnx.merge(graphdef, state.params), config.dtype)
+    return model, {"steps": steps, "tokens": steps * plan.batch * plan.segment, "seconds": log.seconds}
+
+
+def _decide_steps(directory: Path, step_function, state: TrainState) -> int:
+    """The number of steps: what an earlier part of this run decided, else the flag, else what fits in the time."""
+    decided = directory / "steps.json"
+    if decided.exists():
+        return json.loads(decided.read_text())["steps"]
+    steps = _STEPS.value
+    if _MINUTES.value > 0:
+        segment = next(train_data.segments(training_plan(1), corpus.load_training_text(corpus.CORPUS_DIR.value)))
+        state = jax.tree.map(jnp.copy, state)  # the step donates its argument
+        started = time.perf_counter()
+        for trial in range(14):
+            state, metrics = step_function(state, segment.tokens, segment.age, segment.fresh, jnp.float32(1e-4))
+            jax.block_until_ready(metrics)
+            if trial == 3:
+                logging.info("Compilation and first steps: %.1f s.", time.perf_counter() - started)
+                started = time.perf_counter()
+        seconds = (time.perf_counter() - started) / 10
+        steps = max(1, int(60 * _MINUTES.value / seconds))
+        logging.info("%.1f ms per step: %d steps in %.1f minutes.", 1e3 * seconds, steps, _MINUTES.value)
+    decided.write_text(json.dumps({"steps": steps}) + "\n")
+    return steps
+
+
+class _Log:
+    """Averages metrics over a few steps and appends them to a JSONL file. Fetching them is what waits for the device."""
+
+    def __init__(self, path: Path, first_step: int, plan: train_data.Plan):
+        kept = [row for row in train_report.read_jsonl(path) if row["step"] <= first_step] if path.exists() else []
+        train_report.write_jsonl(path, kept)  # a killed run may have logged steps that are now repeated
+        self.path, self.plan = path, plan
+        self.seconds = kept[-1]["seconds"] if kept else 0.0
+        self.pending: list[dict] = []
+        self.last = time.perf_counter()
+
+    def add(self, step: int, metrics: dict, learning_rate: float) -> None:
+        self.pending.append(metrics)
+        if step % _LOG_EVERY.value and step != self.plan.steps:
+            return
+        rows = jax.device_get(self.pending)
+        sums = {name: float(np.sum([row[name] for row in rows])) for name in rows[0]}
+        now = time.perf_counter()
+        speed = len(rows) * self.plan.batch * self.plan.segment / (now - self.last)
+        self.seconds, self.last, self.pending = self.seconds + now - self.last, now, []
+        record = {"step": step, "seconds": round(self.seconds, 2), "tokens_per_second": round(speed)}
+        record |= {"learning_rate": learning_rate, "oldest_age": self.plan.oldest_age(step)}
+        record |= {name: round(sums[name] / len(rows), 5) for name in ("loss", "text_nll", "gradient_norm")}
+        for name in AGE_GROUPS:
+            count = sums[f"answers_{name}"]
+            record[f"accuracy_{name}"] = round(sums[f"right_{name}"] / count, 4) if count else None
+            record[f"nll_{name}"] = round(sums[f"answer_nll_{name}"] / count, 4) if count else None
+        with self.path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        if not math.isfinite(record["loss"]):
+            raise FloatingPointError(f"The loss is not finite at step {step}: lower --learning_rate.")
+
+
+def write_model_card(directory: Path, config: qwen35.Config, facts: dict, records: list[dict]) -> None:
+    """Writes README.md: what the model is, how it was made, and what it can do."""
+    manifest = json.loads((Path(corpus.CORPUS_DIR.value) / "manifest.json").read_text())
+    weights = directory / "model" / "model.safetensors"
+    half_lives = [row["tokens"] for row in records if row["measure"] == "half_life"]
+    long_lived = sum(value > 1000 for value in half_lives)
+    bits = [row for row in records if row["measure"] == "bits_per_byte"]
+    lines = [
+        f"# {directory.name}: a small byte-level hybrid of gated DeltaNet and windowed attention",
+        "",
+        "Made to judge low-bit recurrent states: it recalls values over thousands of tokens that only its recurrent state can hold,",
+        f"because its attention sees {config.attention_window} tokens. Not a useful language model. License: Apache-2.0.",
+        "",
+        f"{config.num_hidden_layers} layers ({config.num_linear_layers} gated DeltaNet), width {config.hidden_size}, "
+        f"{config.linear_num_value_heads} value heads over {config.linear_num_key_heads} key heads of "
+        f"{config.linear_key_head_dim} x {config.linear_value_head_dim}, {facts['parameters']:,} parameters, {config.dtype}. "
+        f"Tokens are bytes; {corpus.BOS} begins a stream and {corpus.END_OF_DOCUMENT} separates documents.",
+        "",
+        "## Training",
+        "",
+        f"    {facts['command']}",
+        "",
+        f"{facts['steps']:,} steps, {facts['tokens']:,} tokens in {facts['seconds']:.0f} s "
+        f"({facts['tokens'] / facts['seconds']:,.0f} tokens/s): "
+        + ", ".join(f"{name} {value}" for name, value in facts["environment"].items())
+        + ".",
+        f"Text: {manifest['train']['bytes']:,} bytes of "
+        + " and ".join(f"{name} ({source['files']} files)" for name, source in manifest["sources"].items())
+        + f", Python {manifest['python']}; SHA-256 {manifest['train']['sha256']}.",
+        "See `experiments/corpus.py` for the sources and their licences, `experiments/tasks.py` for the tasks.",
+        f"SHA-256 of model.safetensors: {hashlib.sha256(weights.read_bytes()).hexdigest()}.",
+        "",
+        "![training](training.png)",
+        "",
+        "## Recall, by the age of the write",
+        "",
+        f"Whole answers right, on {_EVAL_STREAMS.value} held-out streams of {_EVAL_TOKENS.value:,} tokens whose state is never reset"
+        " (fp32 state).",
+        "",
+        train_report.recall_table(records),
+        "",
+        "## Held-out text",
+        "",
+        "| position | bits per byte |",
+        "|---|---|",
+        *(f"| {row['min_position']:,} to {2 * row['min_position'] - 1:,} | {row['bits']:.3f} |" for row in bits if row["min_position"]),
+        *(f"| all | {row['bits']:.3f} |" for row in bits if not row["min_position"]),
+        "",
+        "## Half-lives of the heads, tokens",
+        "",
+        f"ln 2 / mean |g| on held-out text; {long_lived} of {len(half_lives)} heads are above 1000.",
+        "",
+        train_report.half_life_table(records),
+        "",
+    ]
+    (directory / "README.md").write_text("\n".join(lines))
+
+
+def _segments_fit() -> None:
+    if _EVAL_TOKENS.value % _SEGMENT.value or _MAX_STREAM.value % _SEGMENT.value:
+        raise app.UsageError("--eval_tokens and --max_stream must be multiples of --segment.")
+
+
+def main(argv: Sequence[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"Unexpected arguments: {argv[1:]}")
+    _segments_fit()
+    directory = Path(_OUTPUT_DIR.value)
+    directory.mkdir(parents=True, exist_ok=True)
+    corpus.load_training_text(corpus.CORPUS_DIR.value)  # complains now rather than after the compilation
+    model, facts = train(directory)
+    qwen35.save_pretrained(model.config, model, directory / "model")
+    facts["parameters"] = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    facts["command"] = shlex.join(["python", "-m", "experiments.train", *sys.argv[1:]])
+    facts["environment"] = train_report.environment()
+    records = train_report.evaluate(
+        model, num_streams=_EVAL_STREAMS.value, num_tokens=_EVAL_TOKENS.value, segment=_SEGMENT.value
+    )
+    train_report.write_jsonl(directory / "results.jsonl", [{"measure": "run", **facts}, *records])
+    train_report.plot_training(train_report.read_jsonl(directory / "train.jsonl"), directory / "training.png")
+    write_model_card(directory, model.config, facts, records)
+    logging.info("\n%s", (directory / "README.md").read_text())
+
+
+if __name__ == "__main__":
+    app.run(main)

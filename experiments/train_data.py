@@ -1,0 +1,167 @@
+"""The endless supply of training segments: every row of the batch is its own stream, cut into segments in order.
+
+What a row reads at a step follows from the step alone (the plan of its streams is replayed, not stored), so a resumed run
+continues with exactly the tokens that it would have seen.
+"""
+
+import dataclasses
+import itertools
+import multiprocessing
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from experiments import corpus, tasks
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How streams are drawn.
+
+    Attributes:
+        batch: Rows B.
+        segment: Tokens T that a row advances in one step.
+        steps: Steps of the whole run; the curriculum depends on it.
+        max_age: Oldest answer asked for once the curriculum is over.
+        max_stream: Tokens after which a row starts over with an empty state, at most.
+        curriculum: Share of the run in which the oldest age grows, geometrically, from ``first_max_age``.
+        first_max_age: Oldest age at the first step.
+        synthetic_share: Share of commands in the tokens.
+        mix: Share of each kind of task in the commands.
+        seed: Chooses all streams.
+    """
+
+    batch: int
+    segment: int
+    steps: int
+    max_age: int = 16384
+    max_stream: int = 32768
+    curriculum: float = 0.4
+    first_max_age: int = 256
+    synthetic_share: float = 0.4
+    mix: Mapping[str, float] = dataclasses.field(default_factory=lambda: dict(tasks.DEFAULT_MIX))
+    seed: int = 0
+
+    def __post_init__(self):
+        if min(self.batch, self.segment, self.steps) < 1 or self.max_stream % self.segment:
+            raise ValueError(
+                f"batch, segment and steps must be positive and max_stream a multiple of segment, but they are "
+                f"{self.batch}, {self.segment}, {self.steps} and {self.max_stream}."
+            )
+
+    def oldest_age(self, step: int) -> int:
+        """The oldest age asked for in a stream that starts at this step."""
+        progress = min(1.0, step / max(1.0, self.curriculum * self.steps))
+        first = min(self.first_max_age, self.max_age)
+        return int(first * (self.max_age / first) ** progress)
+
+    def segments_of_stream(self, step: int) -> int:
+        """How many segments a stream that starts at this step has: twice its oldest age, up to ``max_stream``."""
+        return max(1, min(self.max_stream, 2 * self.oldest_age(step)) // self.segment)
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """One step's tokens.
+
+    Attributes:
+        tokens: int32 [B, T + 1]; the last is the target of the one before it, and the first of the next segment.
+        age: int32 [B, T + 1], see ``tasks.RecallStreams``.
+        fresh: bool [B]; True where the row starts a new stream here and must forget its state.
+    """
+
+    tokens: np.ndarray
+    age: np.ndarray
+    fresh: np.ndarray
+
+
+def segments(plan: Plan, text: np.ndarray, first_step: int = 0, rows: Sequence[int] | None = None) -> Iterator[Segment]:
+    """Yields the segments of steps ``first_step``, ``first_step`` + 1, ... for ever.
+
+    Args:
+        plan: How streams are drawn.
+        text: uint8 [bytes], the training text.
+        first_step: Where to start; everything before it is skipped without being generated.
+        rows: The rows of the batch that are wanted; all by default.
+    """
+    streams = [_Row(plan, text, row, first_step) for row in (range(plan.batch) if rows is None else rows)]
+    for step in itertools.count(first_step):
+        parts = [row.advance(step) for row in streams]
+        yield Segment(*(np.stack(column) for column in zip(*parts, strict=True)))
+
+
+def parallel_segments(
+    plan: Plan, corpus_directory: str, first_step: int = 0, *, workers: int = 4, depth: int = 8
+) -> Iterator[Segment]:
+    """The same segments, made by processes that share the rows and stay at most ``depth`` steps ahead.
+
+    Args:
+        plan: How streams are drawn.
+        corpus_directory: Where ``corpus.load_training_text`` finds the text.
+        first_step: Where to start.
+        workers: Number of processes, at most one per row.
+        depth: Steps made in advance.
+    """
+    context = multiprocessing.get_context("spawn")
+    shares = [list(map(int, share)) for share in np.array_split(np.arange(plan.batch), min(workers, plan.batch))]
+    queues = [context.Queue(maxsize=depth) for _ in shares]
+    for share, ready in zip(shares, queues, strict=True):
+        context.Process(target=_produce, args=(plan, corpus_directory, first_step, share, ready), daemon=True).start()
+    while True:
+        parts = [ready.get() for ready in queues]
+        for part in parts:
+            if isinstance(part, Exception):
+                raise part
+        yield Segment(
+            tokens=np.concatenate([part.tokens for part in parts]),
+            age=np.concatenate([part.age for part in parts]),
+            fresh=np.concatenate([part.fresh for part in parts]),
+        )
+
+
+def _produce(plan: Plan, corpus_directory: str, first_step: int, rows: list[int], ready: Any) -> None:
+    """What one process does; an error is handed to the reader, which raises it."""
+    try:
+        for segment in segments(plan, corpus.load_training_text(corpus_directory), first_step, rows):
+            ready.put(segment)
+    except Exception as error:
+        ready.put(error)
+
+
+class _Row:
+    """The streams of one row, one after another."""
+
+    def __init__(self, plan: Plan, text: np.ndarray, index: int, step: int):
+        self.plan, self.text, self.index = plan, text, index
+        self.start, self.count = 0, 0  # first step and number of the current stream
+        # The first streams are cut short at different places, or all rows would start over together for ever.
+        longest = plan.max_stream // plan.segment
+        self.length = 1 + int(np.random.default_rng([plan.seed, index]).integers(longest))
+        self.streams: tasks.RecallStreams | None = None
+        while self.start + self.length <= step:
+            self._next_stream()
+
+    def advance(self, step: int) -> tuple[np.ndarray, np.ndarray, np.bool_]:
+        if self.start + self.length <= step:
+            self._next_stream()
+        if self.streams is None:
+            self.streams = self._generate()
+        offset = (step - self.start) * self.plan.segment
+        window = slice(offset, offset + self.plan.segment + 1)
+        return self.streams.tokens[0, window], self.streams.age[0, window], np.bool_(offset == 0)
+
+    def _next_stream(self) -> None:
+        self.start += self.length
+        self.count += 1
+        self.length = self.plan.segments_of_stream(self.start)
+        self.streams = None
+
+    def _generate(self) -> tasks.RecallStreams:
+        plan = self.plan
+        seed = int(np.random.SeedSequence([plan.seed, self.index, self.count]).generate_state(1)[0])
+        oldest = plan.oldest_age(self.start)
+        return tasks.recall_streams(
+            1, self.length * plan.segment + 1, seed, text=self.text, mix=plan.mix,
+            synthetic_share=plan.synthetic_share, min_age=min(32, oldest), max_age=oldest,
+        )  # fmt: skip

@@ -1,0 +1,132 @@
+"""The exact recurrence for training: chunk-parallel, with all that does not read the state taken out of the scan.
+
+``leapquant_jax.chunked_delta_rule`` visits the chunks one after another and solves a triangular system in each. On a GPU
+that is a long chain of small kernels. Here the systems of all chunks are inverted at once (the WY form), and the scan over the
+chunks holds two matrix products. It is the same function up to rounding; a test says so.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+HIGHEST = jax.lax.Precision.HIGHEST
+
+
+@dataclasses.dataclass(frozen=True)
+class ExactForTraining:
+    """A state method for ``qwen35.init_cache`` that keeps the fp32 state as it is. Prefill only.
+
+    Attributes:
+        chunk_size: Tokens per chunk.
+        precision: Of the large matrix products. "default" is TF32 on Hopper: enough for training.
+    """
+
+    chunk_size: int = 64
+    precision: str = "default"
+    name: str = "exact"
+
+    def init(self, *, batch: int, num_heads: int, num_key_heads: int, key_dim: int, value_dim: int, gate: str = "scalar") -> Array:
+        """A zero state, fp32 [B, H, K, V]."""
+        del num_key_heads, gate
+        return jnp.zeros((batch, num_heads, key_dim, value_dim), jnp.float32)
+
+    def prefill(self, state: Array, q: Array, k: Array, v: Array, g: Array, beta: Array, *, mask: Array | None = None) -> tuple[Array, Array]:
+        """See ``parallel_delta_rule``; padding is not supported."""
+        if mask is not None:
+            raise ValueError("Training streams have no padding: pass mask=None, or use the method 'exact'.")
+        return parallel_delta_rule(state, q, k, v, g, beta, chunk_size=self.chunk_size, precision=self.precision)
+
+    def step(self, state: Array, *unused, **unused_options) -> tuple[Array, Array]:
+        raise NotImplementedError("ExactForTraining has no single-token step: decode with the method 'exact'.")
+
+    def dense_state(self, state: Array) -> Array:
+        """The state itself, fp32 [B, H, K, V]."""
+        return state
+
+
+def parallel_delta_rule(
+    dense: Array, q: Array, k: Array, v: Array, g: Array, beta: Array, *, chunk_size: int = 64,
+    precision: jax.lax.PrecisionLike = "default",
+) -> tuple[Array, Array]:  # fmt: skip
+    """T tokens of the gated delta rule (eqs. 4 and 10 of the method) with a scalar gate. Differentiable.
+
+    Args:
+        dense: State before, fp32 [B, H, K, V].
+        q, k: fp32 [B, T, G, K]; L2-normalised, q scaled.
+        v: fp32 [B, T, H, V].
+        g: Log decay <= 0, finite, fp32 [B, T, H].
+        beta: Write strength, fp32 [B, T, H].
+        chunk_size: C; T must be a multiple of min(C, T).
+        precision: Of the matrix products with K or V; decays and the triangular inverse are fp32.
+
+    Returns:
+        The state after T tokens and the outputs, fp32 [B, T, H, V].
+
+    Raises:
+        ValueError: If T is not a whole number of chunks, or the gate is per channel.
+    """
+    batch, length, heads, value_dim = v.shape
+    chunk = min(chunk_size, length)
+    if length % chunk:
+        raise ValueError(f"{length} tokens are not a whole number of chunks of {chunk}: change the segment length.")
+    if g.ndim != 3:
+        raise ValueError("Only the scalar gate [B, T, H] is supported here: use leapquant_jax.chunked_delta_rule.")
+
+    def to_chunks(x: Array) -> Array:  # [B, T, H, ...] -> [N, B, H, C, ...]
+        x = x.reshape(batch, length // chunk, chunk, *x.shape[2:])
+        return jnp.moveaxis(x, (1, 3), (0, 2))
+
+    def product(pattern: str, a: Array, b: Array) -> Array:
+        return jnp.einsum(pattern, a, b, precision=precision)
+
+    q, k = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (q, k))
+    q, k, v, g, beta = (to_chunks(x.astype(jnp.float32)) for x in (q, k, v, g, beta))
+    beta = beta[..., None]
+
+    # Gamma_{a:b} from differences of cumulative log decays: their fp32 error is far below what training can notice.
+    cumulative = jnp.cumsum(g, axis=-1)
+    lower = jnp.tril(jnp.ones((1, 1, 1, chunk, chunk), bool))
+    between = jnp.exp(jnp.where(lower, cumulative[..., :, None] - cumulative[..., None, :], -jnp.inf))  # Gamma_{j+1:i}
+    from_start = jnp.exp(cumulative)[..., None]  # Gamma_{1:i}
+    to_end = jnp.exp(cumulative[..., -1:] - cumulative)[..., None]  # Gamma_{j+1:C}
+    end = from_start[..., -1:, :]  # Gamma_{1:C}
+
+    inverse = unit_lower_inverse(beta * product("nbhik,nbhjk->nbhij", k, k) * between)
+    writes = product("nbhij,nbhjv->nbhiv", inverse, beta * v)  # u if the state were zero
+    erases = product("nbhij,nbhjk->nbhik", inverse, beta * from_start * k)  # what the state adds: u = writes - erases S
+
+    def one_chunk(dense: Array, chunk_terms: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
+        writes, erases, kept_keys, end = chunk_terms
+        u = writes - product("bhik,bhkv->bhiv", erases, dense)
+        return end * dense + product("bhik,bhiv->bhkv", kept_keys, u), (dense, u)
+
+    dense, (starts, u) = jax.lax.scan(one_chunk, dense, (writes, erases, to_end * k, end))
+    outs = product("nbhik,nbhkv->nbhiv", from_start * q, starts)
+    outs += product("nbhij,nbhjv->nbhiv", product("nbhik,nbhjk->nbhij", q, k) * between, u)
+    return dense, jnp.moveaxis(outs, (0, 2), (1, 3)).reshape(batch, length, heads, value_dim)
+
+
+@jax.custom_vjp
+def unit_lower_inverse(system: Array) -> Array:
+    """(I + A)^-1, where A is the strictly lower part of ``system`` [..., C, C]; fp32.
+
+    The derivative is written out, -X^T dX X^T, because that of a triangular solve would solve again.
+    """
+    identity = jnp.broadcast_to(jnp.eye(system.shape[-1], dtype=jnp.float32), system.shape)
+    return jax.scipy.linalg.solve_triangular(system, identity, lower=True, unit_diagonal=True)
+
+
+def _inverse_forward(system: Array) -> tuple[Array, Array]:
+    inverse = unit_lower_inverse(system)
+    return inverse, inverse
+
+
+def _inverse_backward(inverse: Array, cotangent: Array) -> tuple[Array]:
+    transposed = jnp.swapaxes(inverse, -1, -2)
+    gradient = jnp.matmul(jnp.matmul(transposed, cotangent, precision=HIGHEST), transposed, precision=HIGHEST)
+    return (-jnp.tril(gradient, -1),)
+
+
+unit_lower_inverse.defvjp(_inverse_forward, _inverse_backward)
