@@ -1,8 +1,8 @@
 """The exact recurrence for training: chunk-parallel, with all that does not read the state taken out of the scan.
 
-``leapquant_jax.chunked_delta_rule`` visits the chunks one after another and solves a triangular system in each. On a GPU
-that is a long chain of small kernels. Here the systems of all chunks are inverted at once (the WY form), and the scan over the
-chunks holds two matrix products. It is the same function up to rounding; a test says so.
+``leapquant_jax.chunked_delta_rule`` visits the chunks one after another and solves a triangular system in each, which on a
+GPU is a long chain of small kernels. Here the systems of all chunks are inverted at once (the WY form), and the scan over
+the chunks holds two matrix products. It is the same function up to rounding; a test says so.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-HIGHEST = jax.lax.Precision.HIGHEST
+_SMALLEST_BLOCK = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,17 +58,19 @@ def parallel_delta_rule(
         v: fp32 [B, T, H, V].
         g: Log decay <= 0, finite, fp32 [B, T, H].
         beta: Write strength, fp32 [B, T, H].
-        chunk_size: C; T must be a multiple of min(C, T).
+        chunk_size: C = 8, 16, 32, ...; T must be a multiple of it.
         precision: Of the matrix products with K or V; decays and the triangular inverse are fp32.
 
     Returns:
         The state after T tokens and the outputs, fp32 [B, T, H, V].
 
     Raises:
-        ValueError: If T is not a whole number of chunks, or the gate is per channel.
+        ValueError: If T is not a whole number of chunks, C is not 8 times a power of two, or the gate is per channel.
     """
     batch, length, heads, value_dim = v.shape
-    chunk = min(chunk_size, length)
+    chunk, blocks = chunk_size, chunk_size // _SMALLEST_BLOCK
+    if blocks < 1 or chunk % _SMALLEST_BLOCK or blocks & (blocks - 1):
+        raise ValueError(f"chunk_size must be 8 times a power of two, but is {chunk}.")
     if length % chunk:
         raise ValueError(f"{length} tokens are not a whole number of chunks of {chunk}: change the segment length.")
     if g.ndim != 3:
@@ -110,12 +112,45 @@ def parallel_delta_rule(
 
 @jax.custom_vjp
 def unit_lower_inverse(system: Array) -> Array:
-    """(I + A)^-1, where A is the strictly lower part of ``system`` [..., C, C]; fp32.
+    """(I + A)^-1, where A is the strictly lower part of ``system``, by matrix products alone.
 
-    The derivative is written out, -X^T dX X^T, because that of a triangular solve would solve again.
+    A library's triangular solve walks through the rows one by one, for every matrix of the batch. Here blocks of 8 are
+    inverted by their Neumann series, which ends because A^8 = 0 and is too short to lose digits, and pairs of neighbouring
+    blocks are merged, [[X, 0], [-Y L X, Y]], until one is left. The derivative is written out: -X^T dX X^T.
+
+    Args:
+        system: fp32 [..., C, C], C = 8, 16, 32, ...
+
+    Returns:
+        fp32 [..., C, C], unit lower triangular.
     """
-    identity = jnp.broadcast_to(jnp.eye(system.shape[-1], dtype=jnp.float32), system.shape)
-    return jax.scipy.linalg.solve_triangular(system, identity, lower=True, unit_diagonal=True)
+    return _merge_blocks(jnp.tril(system, -1))
+
+
+def _merge_blocks(strictly_lower: Array) -> Array:
+    size, width = strictly_lower.shape[-1], _SMALLEST_BLOCK
+    identity = jnp.broadcast_to(jnp.eye(width, dtype=jnp.float32), (*strictly_lower.shape[:-2], size // width, width, width))
+    a = _blocks_on_diagonal(strictly_lower, width)
+    a2 = _exact_product(a, a)
+    inverse = _exact_product(_exact_product(identity - a, identity + a2), identity + _exact_product(a2, a2))
+    while width < size:
+        below = _blocks_on_diagonal(strictly_lower, 2 * width)[..., width:, :width]
+        first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
+        corner = -_exact_product(_exact_product(second, below), first)
+        top = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
+        inverse = jnp.concatenate([top, jnp.concatenate([corner, second], axis=-1)], axis=-2)
+        width *= 2
+    return inverse[..., 0, :, :]
+
+
+def _blocks_on_diagonal(matrix: Array, width: int) -> Array:
+    """[..., C, C] to [..., C / width, width, width]."""
+    starts = range(0, matrix.shape[-1], width)
+    return jnp.stack([matrix[..., i : i + width, i : i + width] for i in starts], axis=-3)
+
+
+def _exact_product(a: Array, b: Array) -> Array:
+    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
 
 
 def _inverse_forward(system: Array) -> tuple[Array, Array]:
@@ -125,8 +160,7 @@ def _inverse_forward(system: Array) -> tuple[Array, Array]:
 
 def _inverse_backward(inverse: Array, cotangent: Array) -> tuple[Array]:
     transposed = jnp.swapaxes(inverse, -1, -2)
-    gradient = jnp.matmul(jnp.matmul(transposed, cotangent, precision=HIGHEST), transposed, precision=HIGHEST)
-    return (-jnp.tril(gradient, -1),)
+    return (-jnp.tril(_exact_product(_exact_product(transposed, cotangent), transposed), -1),)
 
 
 unit_lower_inverse.defvjp(_inverse_forward, _inverse_backward)
