@@ -1,8 +1,8 @@
 """Number formats and the few numerical rules that every other module relies on.
 
-Rounding is done *arithmetically*, not by a pair of casts: inside `jit` XLA may remove `x.astype(bfloat16).astype(float32)`
-as excess precision, and a "bf16 state" would silently be an fp32 one. A value that already lies on the grid of the
-narrow format survives such an optimisation unchanged.
+Rounding is done *arithmetically*, not by a pair of casts: inside `jit` XLA may remove a bf16 round trip as excess
+precision, and a "bf16 state" would silently be an fp32 one. A value that already lies on the grid of the narrow format
+survives such an optimisation unchanged.
 """
 
 import jax
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-# exp(-128) is exactly 0 in fp32, so flooring a log decay here changes no result, and a full erase (g = -inf) stays finite.
+# exp(-128) is exactly 0 in fp32: flooring a log decay here changes no result and keeps a full erase (-inf) finite.
 LOG_DECAY_FLOOR = -128.0
 
 # Sums over the state are fp32 whatever jax_default_matmul_precision says: TF32 would cost three decimal digits.
@@ -41,7 +41,8 @@ def floor_log_decay(g: Array) -> Array:
 def round_to_grid(x: Array, dtype: DTypeLike) -> Array:
     """Rounds fp32 values to the nearest (ties to even) value of a narrower float format, still held in fp32.
 
-    Subnormals are kept, values beyond the largest finite one become inf (or saturate where the format has no inf).
+    Subnormals are kept (where the backend does not flush fp32's own, below 1.2e-38, to zero); values beyond the largest
+    finite one become inf, or saturate where the format has no inf.
 
     Args:
       x: any shape, fp32.
@@ -54,10 +55,12 @@ def round_to_grid(x: Array, dtype: DTypeLike) -> Array:
     info = jnp.finfo(dtype)
     _, exponent = jnp.frexp(x)  # x = m 2^exponent, 0.5 <= |m| < 1
     step_exponent = jnp.maximum(exponent - 1, int(info.minexp)) - int(info.nmant)
-    # Dividing by a power of two is exact; two factors keep 2^-step_exponent inside fp32's range.
+    # Two factors keep 2^-step_exponent inside fp32's range. They are multiplied in, one after the other: XLA turns
+    # x / a / b into x / (a b), which overflows for bfloat16 values below 1e-36.
     half = step_exponent // 2
-    first, second = _power_of_two(half), _power_of_two(step_exponent - half)
-    rounded = jnp.round(x / first / second) * first * second
+    other = step_exponent - half
+    units = jnp.round(x * _power_of_two(-half) * _power_of_two(-other))
+    rounded = units * _power_of_two(half) * _power_of_two(other)
     largest = jnp.float32(float(info.max))
     if dtype == jnp.dtype(jnp.float8_e4m3fn):
         rounded = jnp.clip(rounded, -largest, largest)
