@@ -90,8 +90,8 @@ class LeapConfig:
         ]
         if idle:
             raise ValueError(
-                f"{', '.join(idle)} would have no effect with boundary_dtype={self.boundary_dtype!r} (nothing is quantized): "
-                "pass rank=0, smoothing=0, rotation=None, clip=None"
+                f"{', '.join(idle)} would have no effect with boundary_dtype={self.boundary_dtype!r}, which quantizes "
+                "nothing: pass rank=0, smoothing=0, rotation=None, clip=None"
             )
 
     @property

@@ -52,10 +52,9 @@ def compress(config: LeapConfig, state: LeapState, dense: Array, *, warm: bool =
 def fold_rows(config: LeapConfig, state: LeapState, rows: Array) -> LeapState:
     """Folds the rows where `rows` (bool [B]) holds; the others keep every bit.
 
-    Rows are folded in groups of about B / P, as many as fill up at each step when requests arrive at random: a batch
-    whose rows sit at different positions then does a sixteenth of the work per step, and no fp32 copy of the whole state
-    is ever alive. A `while_loop` whose body never runs costs nothing, also under `vmap` (where `cond` would become a
-    select that folds at every token).
+    Rows are folded in groups of B / P, as many as fill up at each step when requests arrive at random: such a batch
+    does 1 / P of the work per step, and no fp32 copy of the whole state is ever alive. A `while_loop` whose body never
+    runs costs nothing.
     """
     batch = state.batch
     if batch == 0:
@@ -76,7 +75,7 @@ def fold_rows(config: LeapConfig, state: LeapState, rows: Array) -> LeapState:
         }
         return pending.at[index].set(False, mode="drop"), boundary
 
-    pending, boundary = jax.lax.while_loop(lambda carry: jnp.any(carry[0]), body, (rows, boundary))
+    _, boundary = jax.lax.while_loop(lambda carry: jnp.any(carry[0]), body, (rows, boundary))
     return dataclasses.replace(state, **boundary, position=jnp.where(rows, jnp.int32(0), state.position))
 
 

@@ -1,13 +1,14 @@
-"""Rounding the residual: smoothing (eq. 7), optional rotation and clipping, symmetric codes, one scale per value column.
+"""Rounding the residual: smoothing (eq. 7), rotation and clipping if asked for, symmetric codes, a scale per column.
 
     R^ = Diag(c) (Z * B),    c_i = mean_j |R_ij|^s,    B_j = max_i |R_ij / c_i| / qmax
 
 With rotation="hadamard" the codes hold H C^-1 R instead, H the orthonormal Hadamard matrix over the key rows. C and H
-act on the key index, so a read folds them into the vector, R^^T x = B * (Z^T (H C x)), and costs no pass over the state.
+act on the key index, so a read folds them into the vector, R^^T x = B * (Z^T (H C x)), and saves a pass over the state.
 """
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -16,8 +17,8 @@ from leapquant_jax.config import LeapConfig
 from leapquant_jax.numerics import HIGHEST
 from leapquant_jax.packing import pack, unpack
 
-# Shrink factors tried by clip="mse".
-_CLIP_RATIOS = np.linspace(1.0, 0.6, 9, dtype=np.float32)
+# Shrink factors that clip="mse" tries besides 1.
+_CLIP_RATIOS = np.linspace(0.95, 0.6, 8, dtype=np.float32)
 # Below these a row or column counts as zero: its reciprocal would leave fp32.
 _SMALLEST_ROW = 1e-18
 _SMALLEST_COLUMN = 1e-37
@@ -113,13 +114,17 @@ def _round(residual: Array, column_scales: Array, largest: Array) -> Array:
 
 def _clip_by_mse(residual: Array, column_scales: Array, largest: Array) -> Array:
     """Per column, the shrink factor of the scale with the smallest squared rounding error."""
-    best_scale, best_error = column_scales, None
-    for ratio in _CLIP_RATIOS:
-        scale = column_scales * jnp.float32(ratio)
-        error = jnp.sum((_round(residual, scale, largest) * scale[..., None, :] - residual) ** 2, axis=-2)
-        if best_error is None:
-            best_error = error
-            continue
-        best_scale = jnp.where(error < best_error, scale, best_scale)
-        best_error = jnp.minimum(error, best_error)
+
+    def error(scale: Array) -> Array:
+        return jnp.sum((_round(residual, scale, largest) * scale[..., None, :] - residual) ** 2, axis=-2)
+
+    def try_ratio(best: tuple[Array, Array], ratio: Array) -> tuple[tuple[Array, Array], None]:
+        scale = column_scales * ratio
+        candidate = error(scale)
+        better = candidate < best[1]
+        return (jnp.where(better, scale, best[0]), jnp.where(better, candidate, best[1])), None
+
+    # a scan, not nine copies of the expression: the residual is formed once, and the program stays small
+    start = (column_scales, error(column_scales))
+    (best_scale, _), _ = jax.lax.scan(try_ratio, start, jnp.asarray(_CLIP_RATIOS))
     return best_scale

@@ -3,17 +3,13 @@
 A negative index is padding: it reads nothing (zeros) and writes nothing. It never wraps around to the last row.
 """
 
-from typing import TypeVar
-
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-State = TypeVar("State")
 
-
-def take_rows(state: State, indices: ArrayLike) -> State:
+def take_rows[State](state: State, indices: ArrayLike) -> State:
     """The rows at `indices`, in that order; padding (-1) gives all-zero rows.
 
     Args:
@@ -27,7 +23,7 @@ def take_rows(state: State, indices: ArrayLike) -> State:
     return jax.tree.map(lambda x: x.at[index].get(mode="fill", fill_value=0), state)
 
 
-def put_rows(state: State, rows: State, indices: ArrayLike) -> State:
+def put_rows[State](state: State, rows: State, indices: ArrayLike) -> State:
     """Writes `rows[n]` to `state[indices[n]]`; padding (-1) writes nothing. Indices must not repeat."""
     index = _checked(state, indices)
     _check_same(state, rows)
@@ -36,7 +32,7 @@ def put_rows(state: State, rows: State, indices: ArrayLike) -> State:
     return jax.tree.map(lambda x, new: x.at[index].set(new, mode="drop"), state, rows)
 
 
-def reset_rows(state: State, fresh: State, indices: ArrayLike) -> State:
+def reset_rows[State](state: State, fresh: State, indices: ArrayLike) -> State:
     """Puts a fresh request into each row of `indices`, whatever the rows held (also NaN).
 
     Args:
@@ -51,7 +47,7 @@ def reset_rows(state: State, fresh: State, indices: ArrayLike) -> State:
     return put_rows(state, rows, indices)
 
 
-def concatenate_rows(*states: State) -> State:
+def concatenate_rows[State](*states: State) -> State:
     """One batch from several: rows of the first state, then of the second, ..."""
     if not states:
         raise ValueError("concatenate_rows needs at least one state")

@@ -154,7 +154,7 @@ def prefill(
 def fold(config: LeapConfig, state: LeapState, *, implementation: str | None = None) -> LeapState:
     """Closes the window of every row early: its records are folded into the boundary state, rounded once.
 
-    A row without records is left as it is, bit by bit: there is nothing to fold, and rounding twice would only add error.
+    A row without records keeps every bit: there is nothing to fold, and rounding again would only add error.
 
     Args:
       config: the state's config.

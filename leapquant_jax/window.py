@@ -18,8 +18,8 @@ from leapquant_jax.state import LeapState
 
 def live_records(state: LeapState, count: Array | None = None) -> Array:
     """bool [B, P]: which ring entries hold records (the first `count`, by default `position`)."""
-    count = state.position if count is None else count
-    return jnp.arange(state.window, dtype=jnp.int32)[None, :] < count[:, None]
+    number = state.position if count is None else count
+    return jnp.arange(state.window, dtype=jnp.int32)[None, :] < number[:, None]
 
 
 def decays(ring_log_decays: Array, live: Array) -> tuple[Array, Array]:
