@@ -17,7 +17,7 @@ from leapquant_jax.numerics import HIGHEST, power_of_two_scale, round_and_store
 # Share of a fixed pseudo-random direction in each start vector: lets the fit leave a zero or stale start.
 _EXPLORE = 0.05
 # A column whose part outside the earlier columns is below sqrt(this) of its length is rounding noise: rank deficiency.
-_SMALLEST_PIVOT = 1e-5
+_SMALLEST_PIVOT = 1e-6
 # Iterations when there is no previous window to start from.
 _COLD_ITERATIONS = 4
 
@@ -54,8 +54,10 @@ def fit_compensators(
         keys = jnp.swapaxes(left * sigma[..., None, :], -1, -2)[..., :rank, :]
         values = right[..., :rank, :]
     else:
+        cold = previous_values is None
         values = _start(previous_values, rank, dense)
-        for _ in range(iterations if previous_values is not None else max(iterations, _COLD_ITERATIONS)):
+        for i in range(max(iterations, _COLD_ITERATIONS) if cold else iterations):
+            values = _explore(values) if cold and i else values
             keys = orthonormal_rows(jnp.einsum("...kv,...rv->...rk", dense, values, precision=HIGHEST))
             values = orthonormal_rows(jnp.einsum("...kv,...rk->...rv", dense, keys, precision=HIGHEST))
         keys = jnp.einsum("...kv,...rv->...rk", dense, values, precision=HIGHEST)  # S ~ sum_r (S y_r) y_r^T
@@ -93,17 +95,25 @@ def orthonormal_rows(rows: Array) -> Array:
 
 
 def _start(previous_values: Array | None, rank: int, dense: Array) -> Array:
-    """Start basis [..., R, V]: the previous value factors at unit length, plus a little of the fixed directions."""
-    fixed = jnp.asarray(start_directions(rank, dense.shape[-1]))
-    fixed = jnp.broadcast_to(fixed, (*dense.shape[:-2], *fixed.shape))
+    """Start basis [..., R, V]: the previous value factors at unit length, and a little of the fixed directions."""
+    shape = (*dense.shape[:-2], rank, dense.shape[-1])
     if previous_values is None:
-        return fixed
+        return _explore(jnp.zeros(shape, jnp.float32))
     previous = previous_values.astype(jnp.float32)
     largest = jnp.max(jnp.abs(previous), axis=-1, keepdims=True)
     previous = previous / jnp.where(largest > jnp.float32(0), largest, jnp.float32(1))
     squared = jnp.sum(previous * previous, axis=-1, keepdims=True)
-    unit = previous * jnp.where(squared > jnp.float32(0), jnp.float32(1) / jnp.sqrt(squared), jnp.float32(0))
-    return unit + jnp.float32(_EXPLORE) * fixed
+    return _explore(previous * jnp.where(squared > jnp.float32(0), jnp.float32(1) / jnp.sqrt(squared), jnp.float32(0)))
+
+
+def _explore(values: Array) -> Array:
+    """Adds a little of the fixed directions and makes the rows orthogonal.
+
+    Without that a row that was dropped would come back as a raw fixed direction, whose image under a state with one
+    strong direction is that same direction again: it would be dropped at every fold for ever.
+    """
+    fixed = jnp.asarray(start_directions(values.shape[-2], values.shape[-1]))
+    return orthonormal_rows(values + jnp.float32(_EXPLORE) * jnp.broadcast_to(fixed, values.shape))
 
 
 def _split_evenly(keys: Array, values: Array, scale: Array, dtype: DTypeLike) -> tuple[Array, Array]:

@@ -56,7 +56,8 @@ def dense_shape(dense: Array) -> tuple[int, int, int, int]:
     """(B, H, K, V) of a dense state, or ValueError."""
     if dense.ndim != 4 or dense.dtype != jnp.float32:
         raise ValueError(f"a dense state is fp32 [B, H, K, V], got {dense.dtype} {tuple(dense.shape)}")
-    return dense.shape
+    batch, num_heads, key_dim, value_dim = dense.shape
+    return batch, num_heads, key_dim, value_dim
 
 
 def time_length(q: Array) -> int:

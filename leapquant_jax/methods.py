@@ -24,33 +24,38 @@ from leapquant_jax.state import LeapState, dense_bytes, state_bytes
 
 
 class Method(Protocol):
-    """What an experiment needs of a method; shapes as in `leapquant_jax.step`, `decode` and `prefill`."""
+    """What an experiment needs of a method; arguments and shapes as in `init_state`, `step`, `decode` and `prefill`."""
 
     @property
     def name(self) -> str: ...
 
-    def init(
-        self, *, batch: int, num_heads: int, num_key_heads: int | None = None, key_dim: int, value_dim: int,
-        gate: str = "scalar", dense: Array | None = None,
-    ) -> Any: ...  # fmt: skip
+    def init(self, *, dense: Array | None = None, **sizes: Any) -> Any:
+        """A fresh state, or one continuing from `dense`; sizes are those of `init_state`."""
+        ...
 
     def step(
-        self, state: Any, q: Array, k: Array, v: Array, g: Array, beta: Array, *, active: Array | None = None,
-        implementation: str | None = None,
-    ) -> tuple[Any, Array]: ...  # fmt: skip
+        self, state: Any, *token: Array, active: Array | None = None, implementation: str | None = None
+    ) -> tuple[Any, Array]:
+        """One token (q, k, v, g, beta)."""
+        ...
 
     def decode(
-        self, state: Any, q: Array, k: Array, v: Array, g: Array, beta: Array, *, active: Array | None = None,
-        implementation: str | None = None,
-    ) -> tuple[Any, Array]: ...  # fmt: skip
+        self, state: Any, *tokens: Array, active: Array | None = None, implementation: str | None = None
+    ) -> tuple[Any, Array]:
+        """T tokens, one step each."""
+        ...
 
-    def prefill(
-        self, state: Any, q: Array, k: Array, v: Array, g: Array, beta: Array, *, mask: Array | None = None
-    ) -> tuple[Any, Array]: ...
+    def prefill(self, state: Any, *tokens: Array, mask: Array | None = None) -> tuple[Any, Array]:
+        """T tokens as matrix products, real tokens first in every row."""
+        ...
 
-    def dense_state(self, state: Any) -> Array: ...
+    def dense_state(self, state: Any) -> Array:
+        """fp32 [B, H, K, V]."""
+        ...
 
-    def state_bytes(self, state: Any) -> dict[str, int]: ...
+    def state_bytes(self, state: Any) -> dict[str, int]:
+        """As `leapquant_jax.state_bytes`."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,14 +65,18 @@ class LeapMethod:
     config: LeapConfig
     name: str = "leapquant"
 
-    def init(self, **sizes: Any) -> LeapState:
-        return leap.init_state(self.config, **sizes)
+    def init(self, *, dense: Array | None = None, **sizes: Any) -> LeapState:
+        return leap.init_state(self.config, dense=dense, **sizes)
 
-    def step(self, state: LeapState, *token: Array, **options: Any) -> tuple[LeapState, Array]:
-        return leap.step(self.config, state, *token, **options)
+    def step(
+        self, state: LeapState, *token: Array, active: Array | None = None, implementation: str | None = None
+    ) -> tuple[LeapState, Array]:
+        return leap.step(self.config, state, *token, active=active, implementation=implementation)
 
-    def decode(self, state: LeapState, *tokens: Array, **options: Any) -> tuple[LeapState, Array]:
-        return leap.decode(self.config, state, *tokens, **options)
+    def decode(
+        self, state: LeapState, *tokens: Array, active: Array | None = None, implementation: str | None = None
+    ) -> tuple[LeapState, Array]:
+        return leap.decode(self.config, state, *tokens, active=active, implementation=implementation)
 
     def prefill(self, state: LeapState, *tokens: Array, mask: Array | None = None) -> tuple[LeapState, Array]:
         return leap.prefill(self.config, state, *tokens, mask=mask)

@@ -6,6 +6,7 @@ A negative index is padding: it reads nothing (zeros) and writes nothing. It nev
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.core import Tracer
 from jax.typing import ArrayLike
 
 
@@ -69,7 +70,7 @@ def _checked(state: object, indices: ArrayLike) -> Array:
     index = jnp.asarray(indices)
     if index.ndim != 1 or not (jnp.issubdtype(index.dtype, jnp.integer) or index.size == 0):
         raise ValueError(f"indices must be a 1-D integer array, got {index.dtype} {index.shape}")
-    if not isinstance(index, jax.core.Tracer) and index.size and int(jnp.max(index)) >= batch:
+    if not isinstance(index, Tracer) and index.size and int(jnp.max(index)) >= batch:
         raise ValueError(f"index {int(jnp.max(index))} is beyond a batch of {batch}")
     index = index.astype(jnp.int32)
     return jnp.where(index < 0, jnp.int32(batch), index)
