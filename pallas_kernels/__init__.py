@@ -1,0 +1,4 @@
+"""Mosaic GPU kernels for Hopper (sm_90) behind `implementation="mosaic_gpu"` of `leapquant_jax`. See README.md."""
+
+from pallas_kernels.append import append as append
+from pallas_kernels.support import supports as supports

@@ -1,0 +1,75 @@
+"""Where jax 0.11.2 and 0.12 (and this package's use of their unstable Mosaic GPU API) meet: one call.
+
+Everything the kernels need from Pallas is `launch`. Importing this module does not need a GPU, and on a CPU the result
+still traces and lowers to cuda; only running it needs the card.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from pallas_kernels.lanes.mosaic import MosaicLanes
+
+WARPGROUP = 128  # threads
+
+
+def launch(
+    program: Callable[..., None],
+    *,
+    name: str,
+    blocks: int,
+    workers_per_block: int,
+    threads: int,
+    shared_bytes: int,
+    inputs: Sequence[jax.Array],
+    updates: Sequence[jax.Array],
+    outputs: Sequence[jax.ShapeDtypeStruct] = (),
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Runs `program(lanes, *inputs, *updates, *outputs)` once per worker.
+
+    Args:
+      program: a lane program; arrays arrive as references into global memory.
+      name: of the kernel, as profilers show it.
+      blocks: size of the grid; one dimension, so up to 2^31 - 1.
+      workers_per_block: workers that share a block. ptxas gives each thread at most 65,536 / (threads of the block)
+        registers, and this is the only way to tell it: Mosaic sets no register limit.
+      threads: per worker, a multiple of 128.
+      shared_bytes: of scratch shared memory, per worker.
+      inputs: arrays that are only read.
+      updates: arrays changed in place. XLA copies one first unless its buffer may be reused (donated, or carried by a
+        loop).
+      outputs: shapes of new arrays; the program must write every element.
+
+    Returns:
+      (updated arrays, new arrays).
+    """
+    if threads % WARPGROUP:
+        raise ValueError(f"threads must be a multiple of {WARPGROUP}, got {threads}")
+    arrays = len(inputs) + len(updates) + len(outputs)
+
+    def body(*refs: Any) -> None:
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
+        def run(_: Any, *memory: Any) -> None:
+            lanes = MosaicLanes(threads, blocks, workers_per_block, shared_bytes, memory[arrays])
+            program(lanes, *memory[:arrays])
+
+        run(*refs)
+
+    body.__name__ = name
+    shared_bytes = -(-shared_bytes // 16) * 16
+    groups = threads // WARPGROUP * workers_per_block
+    kernel = plgpu.kernel(
+        body,
+        out_type=tuple(outputs),
+        scratch_types=[plgpu.SMEM((shared_bytes // 4 * workers_per_block,), jnp.int32)],
+        grid=(blocks,),
+        grid_names=("block",),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        **({} if groups == 1 else dict(num_threads=groups, thread_name="warpgroup")),
+    )
+    refs = [jax.new_ref(x) for x in updates]
+    new = kernel(*inputs, *refs)
+    return [jax.freeze(ref) for ref in refs], list(new)
