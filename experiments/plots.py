@@ -1,0 +1,42 @@
+"""One look for all figures: colours that the colour-blind can tell apart, and a line style of its own for each family."""
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+# Okabe and Ito's palette, without its yellow (too pale on white).
+BLACK, ORANGE, SKY, GREEN, BLUE, VERMILION, PURPLE = (
+    "#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7",
+)  # fmt: skip
+MARKERS = "osD^vPX*<>h"
+
+plt.rcParams.update(
+    {
+        "axes.grid": True, "axes.spines.right": False, "axes.spines.top": False, "figure.dpi": 110, "font.size": 10,
+        "grid.alpha": 0.3, "legend.frameon": False, "lines.linewidth": 1.6, "lines.markersize": 4, "savefig.bbox": "tight",
+    }
+)  # fmt: skip
+
+_BY_WIDTH = {"fp32": BLACK, "bf16": ORANGE, "fp16": SKY, "fp8": PURPLE, "int8": BLUE, "int6": GREEN, "int4": VERMILION}
+_BY_FAMILY = {"step": (0, (1, 1.2)), "window": (0, (5, 1.5)), "leapquant": "solid", "exact": "solid"}
+
+
+def style(method: str) -> dict[str, Any]:
+    """Line style of a method by name: colour tells the number format, the dashes how often it is rounded."""
+    family, _, rest = method.partition("-")
+    width, _, addition = rest.partition("+")
+    width = width.partition("-")[0]
+    look = {"color": _BY_WIDTH.get(width, BLACK), "linestyle": _BY_FAMILY.get(family, "dashdot"), "label": method}
+    if addition:
+        look |= {"linestyle": "dashdot", "alpha": 0.75}
+    return look
+
+
+def save(figure: plt.Figure, path: Path) -> None:
+    """Writes and closes a figure."""
+    figure.savefig(path)
+    plt.close(figure)
