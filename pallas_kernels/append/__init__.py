@@ -9,8 +9,8 @@ from jax import Array
 from leapquant_jax.config import LeapConfig
 from leapquant_jax.state import LeapState
 from pallas_kernels.append.program import THREADS, AppendSpec, append_program
-from pallas_kernels.append.tuning import Launch, choose_launch
 from pallas_kernels.compat import launch
+from pallas_kernels.tuning import Launch, choose_launch
 
 
 def append(
@@ -42,7 +42,7 @@ def append(
         window=config.window, rank=config.rank, masked=active is not None,
         bfloat_qk=q.dtype == jnp.bfloat16, bfloat_v=v.dtype == jnp.bfloat16,
     )  # fmt: skip
-    tuning = tuning or choose_launch(spec.count)
+    tuning = tuning or choose_launch("append", spec.count)
     mask = state.position if active is None else active.astype(jnp.int8)
     (ring_keys, ring_values, ring_scales, ring_log_decays), (out,) = launch(
         lambda lanes, *arrays: append_program(spec, lanes, *arrays),

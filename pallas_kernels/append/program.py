@@ -18,6 +18,7 @@ How the work lies on the lanes (K = V = 128; lane = 8 words: t = lane % 4, row =
 import dataclasses
 
 from pallas_kernels.lanes.value import Lanes, Pointer, Value
+from pallas_kernels.scales import power_of_two_scale, suffix_sums
 
 WARPS = 4
 THREADS = 32 * WARPS
@@ -94,15 +95,6 @@ def _fixed_point(lanes: Lanes, x: list[Value]) -> tuple[list[Value], Value]:
         lanes.permute_bytes(low01, low23, 0x5410),
     ]
     return planes, unit
-
-
-def _power_of_two_scale(lanes: Lanes, largest: Value) -> tuple[Value, Value]:
-    """(s, 1 / s) of `leapquant_jax.numerics.power_of_two_scale`, from the bits of a non-negative f32."""
-    exponent = largest >> 23
-    plain = lanes.binary("or", largest.equals(0), exponent.equals(255))
-    up = lanes.select(exponent < 253, exponent + 1, 254) << 23
-    down = lanes.select(exponent < 253, (253 - exponent) << 23, 0x400000)
-    return tuple(lanes.from_bits(lanes.select(plain, 0x3F800000, x)) for x in (up, down))
 
 
 def append_program(
@@ -234,14 +226,10 @@ def append_program(
         writes_key = lanes.binary("and", usable, lanes.binary("and", line.equals(0), (head % repeats).equals(0)))
         lanes.store(key_ring + (live * key_dim + first) * 2, rounded, when=writes_key)
 
-        # --- decays: suffix[l] = sum of the log decays of records l and later, by a tree over the lanes
+        # --- decays, this token's included
         g_new = lanes.maximum(g_new, -128.0)
-        suffix = log_decay
-        for distance in (1, 2, 4, 8, 16)[: (window - 1).bit_length()]:
-            later = lanes.shuffle(suffix, lane + distance)
-            suffix = suffix + lanes.select(lane < 32 - distance, later, 0.0)
-        whole = lanes.exp(lanes.shuffle(suffix, 0) + g_new)  # Gamma of eq. 10
-        after = lanes.select(lane < window - 1, lanes.shuffle(suffix, lane + 1), 0.0)
+        total, after = suffix_sums(lanes, log_decay, window, lane)
+        whole = lanes.exp(total + g_new)  # Gamma of eq. 10
         weight = lanes.exp(after + g_new) * record_scale
 
         # --- coefficients of every value row: weight of the record x its dot products, summed over the four warps
@@ -284,7 +272,7 @@ def append_program(
         lanes.barrier()
         for bits in lanes.load(lanes.shared(maxima), 4):
             largest = lanes.select(bits > largest, bits, largest)
-        up, down = _power_of_two_scale(lanes, largest)
+        up, down = power_of_two_scale(lanes, largest)
 
         # --- output from the rounded record, and the record itself
         stored = lanes.pack_half(u * down, u * down)

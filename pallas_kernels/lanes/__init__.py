@@ -13,7 +13,7 @@ A *worker* is one or more warpgroups that walk over items (heads) together, with
 several workers may share a block, which also tells the compiler how many registers a thread may have.
 
 Rules a program keeps: control flow depends on Python values, on `lanes.for_items`, or on `lanes.when(condition)` with a
-condition that is equal in all threads of a worker; every register is 32 bits wide (`f32`, `i32`), conditions are `i1`.
+condition that is equal in all threads of a warp; every register is 32 bits wide (`f32`, `i32`), conditions are `i1`.
 """
 
 from pallas_kernels.lanes.emulator import EmulatedLanes as EmulatedLanes

@@ -36,7 +36,8 @@ class EmulatedLanes(Lanes):
     def thread_of(self, item: Value) -> Value:
         return self.thread
 
-    def for_items(self, count: int, start: Callable[[Value], list[Value]], body: Callable[..., list[Value]]) -> None:
+    def for_items(self, count: int | Value, start: Callable[[Value], list[Value]], body: Callable[..., list[Value]]) -> None:
+        count = count if isinstance(count, int) else int(count.data[0])
         carried = start(self.constant(self._worker, "i32"))
         for item in range(self._worker, count, self._workers):
             carried = body(self.constant(item, "i32"), self.constant(item + self._workers, "i32"), carried)
@@ -80,6 +81,8 @@ class EmulatedLanes(Lanes):
                 return Value(self, "f32", np.sqrt(x))
             case "reciprocal":
                 return Value(self, "f32", np.float32(1) / x)
+            case "reciprocal_sqrt":
+                return Value(self, "f32", np.float32(1) / np.sqrt(x))
             case "exp2":
                 return Value(self, "f32", np.exp2(x))
             case "bits":
@@ -131,8 +134,8 @@ class EmulatedLanes(Lanes):
 
     @contextlib.contextmanager
     def when(self, condition: Value):
-        if len(np.unique(condition.data)) != 1:
-            raise ValueError("the condition of lanes.when differs between threads of a worker")
+        if any(len(np.unique(warp)) != 1 for warp in condition.data.reshape(-1, 32)):
+            raise ValueError("the condition of lanes.when differs between threads of a warp")
         saved = self._mask
         self._mask = saved & condition.data
         yield

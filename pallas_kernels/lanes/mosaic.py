@@ -79,12 +79,10 @@ class MosaicLanes(Lanes):
         match op:
             case "abs":
                 return Value(self, "f32", math.absf(x))
-            case "sqrt":
-                return self._asm("sqrt.rn.f32 $0, $1;", [x], "=f,f", 1, "f32", pure=True)[0]
-            case "reciprocal":
-                return self._asm("rcp.rn.f32 $0, $1;", [x], "=f,f", 1, "f32", pure=True)[0]
-            case "exp2":
-                return self._asm("ex2.approx.f32 $0, $1;", [x], "=f,f", 1, "f32", pure=True)[0]
+            case "sqrt" | "reciprocal" | "reciprocal_sqrt" | "exp2":
+                name = {"sqrt": "sqrt.approx.ftz", "reciprocal": "rcp.approx.ftz", "reciprocal_sqrt": "rsqrt.approx.ftz"}
+                text = f"{name.get(op, 'ex2.approx')}.f32 $0, $1;"
+                return self._asm(text, [x], "=f,f", 1, "f32", pure=True)[0]
             case "bits":
                 return Value(self, "i32", arith.bitcast(i32, x))
             case "from_bits":
@@ -136,14 +134,14 @@ class MosaicLanes(Lanes):
         [opaque] = self._asm("mov.b32 $0, $1;", [item.data], "=r,r", 1)
         return self.thread + (opaque >> 31)  # items are not negative
 
-    def for_items(self, count: int, start: Callable[[Value], list[Value]], body: Callable[..., list[Value]]) -> None:
+    def for_items(self, count: int | Value, start: Callable[[Value], list[Value]], body: Callable[..., list[Value]]) -> None:
         first, step = self._worker, self.constant(self._workers, "i32")
         carried = start(first)
-        if self._workers >= count:  # at most one item each
+        if isinstance(count, int) and self._workers >= count:  # at most one item each
             with self.when(first < count):
                 body(first, first + step, carried)
             return
-        loop = scf.ForOp(first.data, self.constant(count, "i32").data, step.data, [x.data for x in carried])
+        loop = scf.ForOp(first.data, self.value(count, "i32").data, step.data, [x.data for x in carried])
         with ir.InsertionPoint(loop.body):
             item = Value(self, "i32", loop.induction_variable)
             inner = [Value(self, x.kind, data) for x, data in zip(carried, loop.inner_iter_args, strict=True)]

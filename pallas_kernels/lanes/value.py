@@ -112,7 +112,7 @@ class Lanes:
         """
         raise NotImplementedError
 
-    def for_items(self, count: int, start: Callable[[Value], list[Value]], body: Callable[..., list[Value]]) -> None:
+    def for_items(self, count: int | Value, start: Callable[[Value], list[Value]], body: Callable[..., list[Value]]) -> None:
         """Deals items 0..count-1 to the workers in turn. `start(item)` gives the registers to carry into a worker's first
         item, `body(item, next_item, carried)` those for its next; `next_item` may be `count` or more."""
         raise NotImplementedError
@@ -160,7 +160,8 @@ class Lanes:
         raise NotImplementedError
 
     def when(self, condition: Value) -> Any:
-        """Context: what is inside runs only where the condition, equal in all threads of the worker, holds."""
+        """Context: what is inside runs only where the condition, equal in all threads of a warp, holds. No `barrier` in it
+        unless the condition is equal in all threads of the worker; no value made in it is used after it."""
         raise NotImplementedError
 
     # -- memory
@@ -212,11 +213,16 @@ class Lanes:
         return self.unary("abs", a)
 
     def sqrt(self, a: Value) -> Value:
+        """To two units in the last place."""
         return self.unary("sqrt", a)
 
     def reciprocal(self, a: Value) -> Value:
-        """1 / a, correctly rounded."""
+        """1 / a to one unit in the last place; subnormals count as zero, here and in the two functions below."""
         return self.unary("reciprocal", a)
+
+    def reciprocal_sqrt(self, a: Value) -> Value:
+        """1 / sqrt(a) to two units in the last place."""
+        return self.unary("reciprocal_sqrt", a)
 
     def maximum(self, a: Value, b: Value | Number) -> Value:
         """Larger fp32; NaN if either is."""

@@ -16,18 +16,25 @@ class Launch:
     workers_per_block: int
 
 
-# (largest number of heads, workers per block, blocks per multiprocessor); measured with experiments/bench_kernels.py.
-_TABLE: dict[str, tuple[tuple[int, int, int], ...]] = {
-    "NVIDIA H200": ((528, 1, 4), (2**31, 6, 1)),
-    "sm_90": ((528, 1, 4), (2**31, 6, 1)),
+# kernel -> device kind -> (largest number of heads, workers per block, blocks per multiprocessor), first that fits; measured
+# with experiments/bench_kernels.py.
+_TABLE: dict[str, dict[str, tuple[tuple[int, int, int], ...]]] = {
+    "append": {
+        "NVIDIA H200": ((528, 1, 4), (2**31, 6, 1)),
+        "sm_90": ((528, 1, 4), (2**31, 6, 1)),
+    },
+    "fold": {
+        "NVIDIA H200": ((2**31, 2, 1),),
+        "sm_90": ((2**31, 2, 1),),
+    },
 }
 _MULTIPROCESSORS = 132  # of H100 SXM and H200; used when tracing for a GPU on a machine without one
 
 
-def choose_launch(heads: int) -> Launch:
+def choose_launch(kernel: str, heads: int) -> Launch:
     """Launch parameters for a number of heads (batch x value heads) on the default device."""
     device = jax.devices()[0]
     multiprocessors = getattr(device, "core_count", None) or _MULTIPROCESSORS
-    table = _TABLE.get(device.device_kind, _TABLE["sm_90"])
+    table = _TABLE[kernel].get(device.device_kind, _TABLE[kernel]["sm_90"])
     workers, per_multiprocessor = next((w, p) for largest, w, p in table if heads <= largest)
     return Launch(min(-(-heads // workers), multiprocessors * per_multiprocessor), workers)

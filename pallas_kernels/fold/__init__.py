@@ -1,0 +1,55 @@
+"""Fold on Hopper: one launch closes the window of every full row. It must equal `leapquant_jax.fold.fold_rows`."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import Array
+
+from leapquant_jax.config import LeapConfig
+from leapquant_jax.fit import start_directions
+from leapquant_jax.state import LeapState
+from pallas_kernels.compat import launch
+from pallas_kernels.fold.program import FoldSpec, fold_program
+from pallas_kernels.tuning import Launch, choose_launch
+
+
+def fold(config: LeapConfig, state: LeapState, rows: Array, *, tuning: Launch | None = None) -> LeapState:
+    """Rebuilds, refits and rounds the rows where `rows` holds, and empties their ring; other rows keep every bit.
+
+    Args:
+      config, state: what `pallas_kernels.supports` accepts. The boundary state is updated in place where XLA owns its
+        buffers (donated arguments, or the carry of a loop); no other copy of a state exists at any time.
+      rows: bool [B].
+      tuning: launch parameters; None takes them from the table.
+
+    Returns:
+      The state, with position 0 in the folded rows.
+    """
+    batch = state.batch
+    if batch == 0:
+        return state
+    spec = FoldSpec(
+        heads=state.num_heads, key_heads=state.num_key_heads, key_dim=state.key_dim, value_dim=state.value_dim,
+        window=config.window, rank=config.rank, iterations=config.fit_iterations,
+    )  # fmt: skip
+    tuning = tuning or choose_launch("fold", batch * state.num_heads)
+    # The kernel's workers share out the heads of the full rows only: their indices first, and how many there are.
+    rank = jnp.cumsum(rows.astype(jnp.int32))
+    indices = jnp.arange(batch, dtype=jnp.int32)
+    order = jnp.zeros((batch,), jnp.int32).at[jnp.where(rows, rank - 1, batch)].set(indices, mode="drop", unique_indices=True)
+    names = ("codes", "row_scales", "column_scales", "compensator_keys", "compensator_values")
+    updated, _ = launch(
+        lambda lanes, *arrays: fold_program(spec, lanes, *arrays),
+        name="leapquant_fold",
+        blocks=tuning.blocks,
+        workers_per_block=tuning.workers_per_block,
+        threads=spec.threads,
+        shared_bytes=spec.shared_bytes,
+        inputs=[
+            order, rank[-1:], jnp.asarray(start_directions(config.rank, state.value_dim)), state.position,
+            state.ring_keys, state.ring_values, state.ring_scales, state.ring_log_decays,
+        ],
+        updates=[getattr(state, name) for name in names],
+    )  # fmt: skip
+    position = jnp.where(rows, jnp.int32(0), state.position)
+    return dataclasses.replace(state, **dict(zip(names, updated, strict=True)), position=position)
