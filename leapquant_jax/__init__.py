@@ -19,6 +19,7 @@ from leapquant_jax.rows import put_rows as put_rows
 from leapquant_jax.rows import reset_rows as reset_rows
 from leapquant_jax.rows import take_rows as take_rows
 from leapquant_jax.state import LeapState as LeapState
+from leapquant_jax.state import finite_rows as finite_rows
 from leapquant_jax.state import state_bytes as state_bytes
 from leapquant_jax.transitions import decode as decode
 from leapquant_jax.transitions import dense_state as dense_state

@@ -20,6 +20,7 @@ from leapquant_jax import transitions as leap
 from leapquant_jax.chunked import chunked_delta_rule
 from leapquant_jax.config import LeapConfig, check_gate, check_implementation
 from leapquant_jax.exact import exact_step
+from leapquant_jax.numerics import HIGHEST
 from leapquant_jax.state import LeapState, dense_bytes, state_bytes
 
 
@@ -98,9 +99,14 @@ class DenseState:
 
 @dataclasses.dataclass(frozen=True)
 class ExactMethod:
-    """The fp32 recurrence: the reference of every comparison."""
+    """The fp32 recurrence: the reference of every comparison.
+
+    Attributes:
+      precision: of the matrix products of `prefill`; None is full fp32. "default" (TF32 on Hopper) serves training.
+    """
 
     name: str = "exact"
+    precision: str | None = None
 
     def init(self, *, dense: Array | None = None, **sizes: Any) -> DenseState:
         shape = _dense_shape(dense, **sizes)
@@ -120,7 +126,8 @@ class ExactMethod:
         return inputs.scan_tokens(self.step, state, tokens, active)
 
     def prefill(self, state: DenseState, *tokens: Array, mask: Array | None = None) -> tuple[DenseState, Array]:
-        dense, outs = chunked_delta_rule(state.dense, *tokens, mask=mask)
+        precision = HIGHEST if self.precision is None else self.precision
+        dense, outs = chunked_delta_rule(state.dense, *tokens, mask=mask, precision=precision)
         return DenseState(dense), outs
 
     def dense_state(self, state: DenseState) -> Array:

@@ -76,7 +76,7 @@ def round_and_store(x: Array, dtype: DTypeLike) -> tuple[Array, Array]:
 
 
 def power_of_two_scale(magnitude: Array) -> Array:
-    """Smallest power of two s with `magnitude / s <= 1` (1 where the magnitude is 0 or not finite).
+    """Smallest power of two s with `magnitude / s < 1` (1 where the magnitude is 0 or not finite).
 
     Args:
       magnitude: non-negative fp32, any shape.

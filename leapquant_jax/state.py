@@ -150,6 +150,19 @@ _PARTS = {
 }
 
 
+def finite_rows(state: Any) -> Array:
+    """Which requests are still sound: bool [B], False where any float of the row is NaN or inf.
+
+    A non-finite value stays in its row and head for ever; `reset_rows` clears it. Works on the state of any method.
+    """
+    rows = [
+        jnp.all(jnp.isfinite(leaf.astype(jnp.float32)), axis=tuple(range(1, leaf.ndim)))
+        for leaf in jax.tree.leaves(state)
+        if jnp.issubdtype(leaf.dtype, jnp.floating)
+    ]
+    return functools.reduce(jnp.logical_and, rows)
+
+
 def state_bytes(config: LeapConfig, state: LeapState) -> dict[str, int]:
     """Bytes the whole state occupies, from shapes and bit widths; also works on `jax.eval_shape` results.
 

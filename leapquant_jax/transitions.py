@@ -7,6 +7,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.core import Tracer
 
 from leapquant_jax import backends, inputs
 from leapquant_jax.chunked import chunked_delta_rule
@@ -122,6 +123,7 @@ def prefill(
         q, k, v, g, beta, batch=state.batch, num_heads=state.num_heads, num_key_heads=state.num_key_heads,
         key_dim=state.key_dim, value_dim=state.value_dim, gate=state.gate, active=mask, length=length,
     )  # fmt: skip
+    _check_right_padded(mask)
     if length == 0:
         return state, jnp.zeros((state.batch, 0, state.num_heads, state.value_dim), jnp.float32)
     window = config.window
@@ -149,6 +151,14 @@ def prefill(
     state, tail_outs = decode(config, state, *arrays, active=active, implementation=implementation)
     target = jnp.where(active, where, length)
     return state, outs.at[rows, target].set(tail_outs, mode="drop")
+
+
+def _check_right_padded(mask: Array | None) -> None:
+    """Raises ValueError when a mask known before tracing has a real token behind a padded one."""
+    if mask is None or isinstance(mask, Tracer):
+        return
+    if bool(jnp.any(mask[:, 1:] & ~mask[:, :-1])):
+        raise ValueError("mask must have the real tokens of every row first: move left padding to the right")
 
 
 def fold(config: LeapConfig, state: LeapState, *, implementation: str | None = None) -> LeapState:
@@ -196,8 +206,8 @@ def rollback(config: LeapConfig, state: LeapState, num_tokens: Array) -> tuple[L
         raise ValueError(
             f"num_tokens must be an integer array [{state.batch}], got {num_tokens.dtype} {num_tokens.shape}"
         )
+    ok = (num_tokens >= 0) & (num_tokens <= state.position.astype(num_tokens.dtype))  # before any narrowing cast
     num_tokens = num_tokens.astype(jnp.int32)
-    ok = (num_tokens >= 0) & (num_tokens <= state.position)
     return dataclasses.replace(state, position=jnp.where(ok, state.position - num_tokens, state.position)), ok
 
 
