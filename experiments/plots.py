@@ -7,6 +7,8 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
 
 # Okabe and Ito's palette, without its yellow (too pale on white).
 BLACK, ORANGE, SKY, GREEN, BLUE, VERMILION, PURPLE = (
@@ -36,7 +38,12 @@ def style(method: str) -> dict[str, Any]:
     return look
 
 
-def save(figure: plt.Figure, path: Path) -> None:
+def save(figure: Figure, path: Path) -> None:
     """Writes and closes a figure."""
     figure.savefig(path)
     plt.close(figure)
+
+
+def tokens_formatter() -> FuncFormatter:
+    """Axis labels 256, 512, 1K, 2K ... for powers of two."""
+    return FuncFormatter(lambda x, _: f"{x / 1024:g}K" if x >= 1024 else f"{x:g}")

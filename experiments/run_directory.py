@@ -137,14 +137,15 @@ class RunDirectory:
 def save(manager: ocp.CheckpointManager, done: int, tree: Any, *, force: bool = False) -> bool:
     """Saves `tree` as the state after `done` items, unless the last save was a moment ago; returns whether it did.
 
-    The copy to the host is made before this returns, so the caller may donate or change the arrays. Errors of the
-    background write surface at the next save or when the manager is closed.
+    The files are complete when this returns, so the caller may donate the arrays, and a failed write is seen at once.
     """
-    return manager.save(
+    saved = manager.save(
         done,
         args=ocp.args.Composite(state=ocp.args.StandardSave(tree), cursor=ocp.args.JsonSave({"done": done})),
         force=force,
     )
+    manager.wait_until_finished()
+    return saved
 
 
 def restore_latest(manager: ocp.CheckpointManager, template: Any) -> tuple[int, Any]:

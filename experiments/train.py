@@ -35,7 +35,7 @@ from models import qwen35
 _OUTPUT_DIR = flags.DEFINE_string("output_dir", "runs/tiny-hybrid", "Folder for checkpoints, log, results and the model.")
 _STEPS = flags.DEFINE_integer("steps", 2000, "Training steps.")
 _MINUTES = flags.DEFINE_float("minutes", 0.0, "If positive, replaces --steps by what a short trial says fits in this time.")
-_BATCH = flags.DEFINE_integer("batch", 64, "Streams read at the same time.")
+_BATCH = flags.DEFINE_integer("batch", 16, "Streams read at the same time.")
 _SEGMENT = flags.DEFINE_integer("segment", 2048, "Tokens of each stream per step; gradients stay within them.")
 _MAX_AGE = flags.DEFINE_integer("max_age", 16384, "Oldest answer that is asked for, in tokens.")
 _MAX_STREAM = flags.DEFINE_integer("max_stream", 32768, "Tokens after which a stream starts over. A multiple of --segment.")
@@ -53,7 +53,7 @@ _WINDOW = flags.DEFINE_integer("attention_window", 256, "Tokens that the attenti
 _DTYPE = flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float32"], "Dtype of the matrix products and of the saved model.")
 _SEED = flags.DEFINE_integer("seed", 0, "Chooses parameters and streams.")
 _WORKERS = flags.DEFINE_integer("workers", 4, "Processes that make the streams.")
-_LOG_EVERY = flags.DEFINE_integer("log_every", 10, "Steps that one line of the log averages over.")
+_LOG_EVERY = flags.DEFINE_integer("log_every", 25, "Steps that one line of the log averages over.")
 _CHECKPOINT_EVERY = flags.DEFINE_integer("checkpoint_every", 500, "Steps between checkpoints.")
 _EVAL_STREAMS = flags.DEFINE_integer("eval_streams", 32, "Held-out streams of each sort in the final evaluation.")
 _EVAL_TOKENS = flags.DEFINE_integer("eval_tokens", 65536, "Length of each; a multiple of --segment.")
@@ -103,10 +103,10 @@ def train(directory: Path) -> tuple[qwen35.Model, dict]:
         The trained model in ``--dtype`` and facts about the run.
     """
     config = model_config()
-    graphdef, state = init_train_state(
+    merge, state = init_train_state(
         config, jax.random.key(_SEED.value), batch=_BATCH.value, longest_half_life=_LONGEST_HALF_LIFE.value
     )
-    step_function = make_train_step(graphdef, answer_weight=_ANSWER_WEIGHT.value, weight_decay=_WEIGHT_DECAY.value)
+    step_function = make_train_step(merge, answer_weight=_ANSWER_WEIGHT.value, weight_decay=_WEIGHT_DECAY.value)
     steps = _decide_steps(directory, step_function, state)
     plan = training_plan(steps)
     schedule = optax.warmup_cosine_decay_schedule(
@@ -118,17 +118,20 @@ def train(directory: Path) -> tuple[qwen35.Model, dict]:
         if (latest := manager.latest_step()) is not None:
             state = manager.restore(latest, args=ocp.args.StandardRestore(jax.eval_shape(lambda: state)))
             first_step = latest
-            logging.info("Continuing after step %d.", latest)
+            tqdm.write(f"Continuing after step {latest}.")
         log = _Log(directory / "train.jsonl", first_step, plan)
         feed = train_data.parallel_segments(plan, corpus.CORPUS_DIR.value, first_step, workers=_WORKERS.value)
-        for step in tqdm(range(first_step, steps), initial=first_step, total=steps, unit="step", mininterval=1.0):
+        interval = 1.0 if sys.stderr.isatty() else 20.0
+        bar = tqdm(range(first_step, steps), initial=first_step, total=steps, unit="step", mininterval=interval)
+        for step in bar:
             segment = next(feed)
             rate = jnp.float32(schedule(step))
             state, metrics = step_function(state, segment.tokens, segment.age, segment.fresh, rate)
-            log.add(step + 1, metrics, float(rate))
+            if record := log.add(step + 1, metrics, float(rate)):
+                bar.set_postfix({name: record[name] for name in ("text_nll", "accuracy_to_1k", "accuracy_to_4k")}, refresh=False)
             if (step + 1) % _CHECKPOINT_EVERY.value == 0 or step + 1 == steps:
                 manager.save(step + 1, args=ocp.args.StandardSave(state))
-    model = qwen35.cast(nnx.merge(graphdef, state.params), config.dtype)
+    model = qwen35.cast(merge(state.params), config.dtype)
     return model, {"steps": steps, "tokens": steps * plan.batch * plan.segment, "seconds": log.seconds}
 
 
@@ -144,13 +147,14 @@ def _decide_steps(directory: Path, step_function, state: TrainState) -> int:
         started = time.perf_counter()
         for trial in range(14):
             state, metrics = step_function(state, segment.tokens, segment.age, segment.fresh, jnp.float32(1e-4))
-            jax.block_until_ready(metrics)
             if trial == 3:
-                logging.info("Compilation and first steps: %.1f s.", time.perf_counter() - started)
+                jax.block_until_ready(metrics)
+                tqdm.write(f"Compilation and first steps: {time.perf_counter() - started:.1f} s.")
                 started = time.perf_counter()
+        jax.block_until_ready(state)
         seconds = (time.perf_counter() - started) / 10
         steps = max(1, int(60 * _MINUTES.value / seconds))
-        logging.info("%.1f ms per step: %d steps in %.1f minutes.", 1e3 * seconds, steps, _MINUTES.value)
+        tqdm.write(f"{1e3 * seconds:.1f} ms per step: {steps} steps in {_MINUTES.value} minutes.")
     decided.write_text(json.dumps({"steps": steps}) + "\n")
     return steps
 
@@ -166,10 +170,11 @@ class _Log:
         self.pending: list[dict] = []
         self.last = time.perf_counter()
 
-    def add(self, step: int, metrics: dict, learning_rate: float) -> None:
+    def add(self, step: int, metrics: dict, learning_rate: float) -> dict | None:
+        """Takes the metrics of a step; returns the record when one was written."""
         self.pending.append(metrics)
         if step % _LOG_EVERY.value and step != self.plan.steps:
-            return
+            return None
         rows = jax.device_get(self.pending)
         sums = {name: float(np.sum([row[name] for row in rows])) for name in rows[0]}
         now = time.perf_counter()
@@ -186,6 +191,7 @@ class _Log:
             file.write(json.dumps(record) + "\n")
         if not math.isfinite(record["loss"]):
             raise FloatingPointError(f"The loss is not finite at step {step}: lower --learning_rate.")
+        return record
 
 
 def write_model_card(directory: Path, config: qwen35.Config, facts: dict, records: list[dict]) -> None:
@@ -255,6 +261,7 @@ def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"Unexpected arguments: {argv[1:]}")
     _segments_fit()
+    logging.set_verbosity(logging.WARNING)  # orbax reports every file that it writes
     directory = Path(_OUTPUT_DIR.value)
     directory.mkdir(parents=True, exist_ok=True)
     corpus.load_training_text(corpus.CORPUS_DIR.value)  # complains now rather than after the compilation
@@ -269,7 +276,7 @@ def main(argv: Sequence[str]) -> None:
     train_report.write_jsonl(directory / "results.jsonl", [{"measure": "run", **facts}, *records])
     train_report.plot_training(train_report.read_jsonl(directory / "train.jsonl"), directory / "training.png")
     write_model_card(directory, model.config, facts, records)
-    logging.info("\n%s", (directory / "README.md").read_text())
+    tqdm.write((directory / "README.md").read_text())
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 from jax import Array
 
 from experiments import corpus, tasks
@@ -69,20 +68,12 @@ def run(model: qwen35.Model, tokens: np.ndarray, segment: int) -> tuple[np.ndarr
         The most probable token and the negative log-likelihood (nats) of ``tokens[:, t]`` given those before it:
         int32 and fp32 [N, T]. Column 0, which nothing precedes, is 0.
     """
-    graphdef, params = nnx.split(model)
-
-    @jax.jit
-    def forward(params: nnx.State, tokens: Array, targets: Array, cache: qwen35.Cache):
-        logits, cache = qwen35.prefill(nnx.merge(graphdef, params), tokens, cache)
-        nll = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-        return jnp.argmax(logits, axis=-1), nll, cache
-
     targets = np.roll(tokens, -1, axis=1)
-    cache = empty_cache(model.config, len(tokens), precision="highest")
+    cache = empty_cache(model.config, len(tokens))
     predictions, losses = [], []
     for start in range(0, tokens.shape[1], segment):
         window = slice(start, start + segment)
-        predicted, nll, cache = forward(params, tokens[:, window], targets[:, window], cache)
+        predicted, nll, cache = _predict(model, tokens[:, window], targets[:, window], cache)
         predictions.append(np.asarray(predicted, np.int32))
         losses.append(np.asarray(nll))
     shifted = [np.roll(np.concatenate(parts, axis=1), 1, axis=1) for parts in (predictions, losses)]
@@ -91,24 +82,27 @@ def run(model: qwen35.Model, tokens: np.ndarray, segment: int) -> tuple[np.ndarr
     return shifted[0], shifted[1]
 
 
+@jax.jit
+def _predict(model: qwen35.Model, tokens: Array, targets: Array, cache: qwen35.Cache):
+    logits, cache = qwen35.prefill(model, tokens, cache)
+    nll = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    return jnp.argmax(logits, axis=-1), nll, cache
+
+
+@jax.jit
 def mean_log_decays(model: qwen35.Model, tokens: Array) -> Array:
-    """The mean of g over a batch of text, from an empty state: fp32 [linear layers, value heads]."""
-
-    @nnx.jit
-    def measure(model: qwen35.Model, tokens: Array) -> Array:
-        cache = empty_cache(model.config, tokens.shape[0])
-        h = model.embed_tokens(tokens)
-        span = full_span(cache.lengths, tokens.shape[1])
-        decays = []
-        for layer, layer_cache in zip(model.layers, cache.layers, strict=True):
-            if layer.kind == "linear_attention":
-                mixer = layer.linear_attn
-                gate = mixer.in_proj_a(layer.input_layernorm(h))
-                decays.append(log_decay(gate, mixer.A_log[...], mixer.dt_bias[...]).mean(axis=(0, 1)))
-            h, _ = layer(h, layer_cache, span, step=False)
-        return jnp.stack(decays)
-
-    return measure(model, tokens)
+    """The mean of g over a batch of text int32 [B, T], from an empty state: fp32 [linear layers, value heads]."""
+    cache = empty_cache(model.config, tokens.shape[0])
+    h = model.embed_tokens(tokens)
+    span = full_span(cache.lengths, tokens.shape[1])
+    decays = []
+    for layer, layer_cache in zip(model.layers, cache.layers, strict=True):
+        if layer.kind == "linear_attention":
+            mixer = layer.linear_attn
+            gate = mixer.in_proj_a(layer.input_layernorm(h))
+            decays.append(log_decay(gate, mixer.A_log[...], mixer.dt_bias[...]).mean(axis=(0, 1)))
+        h, _ = layer(h, layer_cache, span, step=False)
+    return jnp.stack(decays)
 
 
 def environment() -> dict:

@@ -10,7 +10,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
+HIGHEST = jax.lax.Precision.HIGHEST
 _SMALLEST_BLOCK = 8
 
 
@@ -20,23 +22,29 @@ class ExactForTraining:
 
     Attributes:
         chunk_size: Tokens per chunk.
-        precision: Of the large matrix products. "default" is TF32 on Hopper: enough for training.
+        operand_dtype: Of the large matrix products. "bfloat16" is what training kernels use; "float32" is exact.
     """
 
     chunk_size: int = 64
-    precision: str = "default"
+    operand_dtype: str = "float32"
     name: str = "exact"
 
-    def init(self, *, batch: int, num_heads: int, num_key_heads: int, key_dim: int, value_dim: int, gate: str = "scalar") -> Array:
+    def init(
+        self, *, batch: int, num_heads: int, num_key_heads: int, key_dim: int, value_dim: int, gate: str = "scalar"
+    ) -> Array:
         """A zero state, fp32 [B, H, K, V]."""
         del num_key_heads, gate
         return jnp.zeros((batch, num_heads, key_dim, value_dim), jnp.float32)
 
-    def prefill(self, state: Array, q: Array, k: Array, v: Array, g: Array, beta: Array, *, mask: Array | None = None) -> tuple[Array, Array]:
+    def prefill(
+        self, state: Array, q: Array, k: Array, v: Array, g: Array, beta: Array, *, mask: Array | None = None
+    ) -> tuple[Array, Array]:
         """See ``parallel_delta_rule``; padding is not supported."""
         if mask is not None:
             raise ValueError("Training streams have no padding: pass mask=None, or use the method 'exact'.")
-        return parallel_delta_rule(state, q, k, v, g, beta, chunk_size=self.chunk_size, precision=self.precision)
+        return parallel_delta_rule(
+            state, q, k, v, g, beta, chunk_size=self.chunk_size, operand_dtype=self.operand_dtype
+        )
 
     def step(self, state: Array, *unused, **unused_options) -> tuple[Array, Array]:
         raise NotImplementedError("ExactForTraining has no single-token step: decode with the method 'exact'.")
@@ -48,18 +56,19 @@ class ExactForTraining:
 
 def parallel_delta_rule(
     dense: Array, q: Array, k: Array, v: Array, g: Array, beta: Array, *, chunk_size: int = 64,
-    precision: jax.lax.PrecisionLike = "default",
+    operand_dtype: DTypeLike = jnp.float32,
 ) -> tuple[Array, Array]:  # fmt: skip
     """T tokens of the gated delta rule (eqs. 4 and 10 of the method) with a scalar gate. Differentiable.
 
     Args:
         dense: State before, fp32 [B, H, K, V].
-        q, k: fp32 [B, T, G, K]; L2-normalised, q scaled.
-        v: fp32 [B, T, H, V].
+        q, k: Floating point [B, T, G, K]; L2-normalised, q scaled.
+        v: [B, T, H, V].
         g: Log decay <= 0, finite, fp32 [B, T, H].
         beta: Write strength, fp32 [B, T, H].
         chunk_size: C = 8, 16, 32, ...; T must be a multiple of it.
-        precision: Of the matrix products with K or V; decays and the triangular inverse are fp32.
+        operand_dtype: What the operands of the large products are rounded to. Sums, the state that is carried, decays
+            and the triangular inverse are fp32 in any case.
 
     Returns:
         The state after T tokens and the outputs, fp32 [B, T, H, V].
@@ -75,16 +84,22 @@ def parallel_delta_rule(
         raise ValueError(f"{length} tokens are not a whole number of chunks of {chunk}: change the segment length.")
     if g.ndim != 3:
         raise ValueError("Only the scalar gate [B, T, H] is supported here: use leapquant_jax.chunked_delta_rule.")
+    rounded = jnp.dtype(operand_dtype)
 
     def to_chunks(x: Array) -> Array:  # [B, T, H, ...] -> [N, B, H, C, ...]
         x = x.reshape(batch, length // chunk, chunk, *x.shape[2:])
         return jnp.moveaxis(x, (1, 3), (0, 2))
 
-    def product(pattern: str, a: Array, b: Array) -> Array:
-        return jnp.einsum(pattern, a, b, precision=precision)
+    def product(pattern: str, a: Array, b: Array, result: DTypeLike = jnp.float32) -> Array:
+        a, b = a.astype(rounded), b.astype(rounded)
+        return jnp.einsum(pattern, a, b, precision=HIGHEST, preferred_element_type=jnp.dtype(result))
 
+    def weighted(weight: Array, x: Array) -> Array:
+        return weight.astype(rounded) * x
+
+    q, k, v = (x.astype(rounded) for x in (q, k, v))
     q, k = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (q, k))
-    q, k, v, g, beta = (to_chunks(x.astype(jnp.float32)) for x in (q, k, v, g, beta))
+    q, k, v, g, beta = (to_chunks(x) for x in (q, k, v, g.astype(jnp.float32), beta.astype(jnp.float32)))
     beta = beta[..., None]
 
     # Gamma_{a:b} from differences of cumulative log decays: their fp32 error is far below what training can notice.
@@ -96,16 +111,17 @@ def parallel_delta_rule(
     end = from_start[..., -1:, :]  # Gamma_{1:C}
 
     inverse = unit_lower_inverse(beta * product("nbhik,nbhjk->nbhij", k, k) * between)
-    writes = product("nbhij,nbhjv->nbhiv", inverse, beta * v)  # u if the state were zero
-    erases = product("nbhij,nbhjk->nbhik", inverse, beta * from_start * k)  # what the state adds: u = writes - erases S
+    writes = product("nbhij,nbhjv->nbhiv", inverse, weighted(beta, v), rounded)  # u if the state were zero
+    erases = product("nbhij,nbhjk->nbhik", inverse, weighted(beta * from_start, k), rounded)  # u = writes - erases S
 
     def one_chunk(dense: Array, chunk_terms: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
         writes, erases, kept_keys, end = chunk_terms
-        u = writes - product("bhik,bhkv->bhiv", erases, dense)
-        return end * dense + product("bhik,bhiv->bhkv", kept_keys, u), (dense, u)
+        start = dense.astype(rounded)
+        u = writes - product("bhik,bhkv->bhiv", erases, start, rounded)
+        return end * dense + product("bhik,bhiv->bhkv", kept_keys, u), (start, u)
 
-    dense, (starts, u) = jax.lax.scan(one_chunk, dense, (writes, erases, to_end * k, end))
-    outs = product("nbhik,nbhkv->nbhiv", from_start * q, starts)
+    dense, (starts, u) = jax.lax.scan(one_chunk, dense, (writes, erases, weighted(to_end, k), end))
+    outs = product("nbhik,nbhkv->nbhiv", weighted(from_start, q), starts)
     outs += product("nbhij,nbhjv->nbhiv", product("nbhik,nbhjk->nbhij", q, k) * between, u)
     return dense, jnp.moveaxis(outs, (0, 2), (1, 3)).reshape(batch, length, heads, value_dim)
 
@@ -129,7 +145,8 @@ def unit_lower_inverse(system: Array) -> Array:
 
 def _merge_blocks(strictly_lower: Array) -> Array:
     size, width = strictly_lower.shape[-1], _SMALLEST_BLOCK
-    identity = jnp.broadcast_to(jnp.eye(width, dtype=jnp.float32), (*strictly_lower.shape[:-2], size // width, width, width))
+    lead = strictly_lower.shape[:-2]
+    identity = jnp.broadcast_to(jnp.eye(width, dtype=jnp.float32), (*lead, size // width, width, width))
     a = _blocks_on_diagonal(strictly_lower, width)
     a2 = _exact_product(a, a)
     inverse = _exact_product(_exact_product(identity - a, identity + a2), identity + _exact_product(a2, a2))
@@ -150,7 +167,7 @@ def _blocks_on_diagonal(matrix: Array, width: int) -> Array:
 
 
 def _exact_product(a: Array, b: Array) -> Array:
-    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+    return jnp.matmul(a, b, precision=HIGHEST)
 
 
 def _inverse_forward(system: Array) -> tuple[Array, Array]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jax import Array
 
 from experiments.train_rule import ExactForTraining
 from models import qwen35
+from models.ragged import full_span
 
 
 @jax.tree_util.register_dataclass
@@ -20,19 +22,19 @@ class TrainState:
     """All that a step changes, and all that a checkpoint must hold.
 
     Attributes:
-        params: fp32 master parameters, an ``nnx.State``.
+        params: fp32 master parameters, a dict of dicts (see ``nnx.to_pure_dict``).
         optimizer: The state of ``make_optimizer``.
         cache: What each row of the batch remembers of its stream. No gradient flows into it.
     """
 
-    params: nnx.State
+    params: dict
     optimizer: optax.OptState
     cache: qwen35.Cache
 
 
 def init_train_state(
     config: qwen35.Config, key: Array, *, batch: int, longest_half_life: float
-) -> tuple[nnx.GraphDef, TrainState]:
+) -> tuple[Callable[[dict], qwen35.Model], TrainState]:
     """Fresh parameters and an empty cache.
 
     Args:
@@ -42,18 +44,50 @@ def init_train_state(
         longest_half_life: In tokens; see ``spread_half_lives``.
 
     Returns:
-        The static part of the model and the state of step 0.
+        A function that makes a model of ``TrainState.params``, and the state of step 0.
     """
     model = qwen35.from_config(config, key, param_dtype="float32")
     spread_half_lives(model, longest_half_life)
-    graphdef, params = nnx.split(model, nnx.Param)
+    graphdef, variables = nnx.split(model, nnx.Param)
+
+    def merge(params: dict) -> qwen35.Model:
+        variables_now = jax.tree.map(lambda x: x, variables)
+        nnx.replace_by_pure_dict(variables_now, params)
+        return nnx.merge(graphdef, variables_now)
+
+    params = nnx.to_pure_dict(variables)
     optimizer = make_optimizer(weight_decay=0.0).init(params)
-    return graphdef, TrainState(params, optimizer, empty_cache(config, batch))
+    cache = empty_cache(config, batch, "bfloat16" if config.dtype == "bfloat16" else "float32")
+    return merge, TrainState(params, optimizer, cache)
 
 
-def empty_cache(config: qwen35.Config, batch: int, precision: str = "default") -> qwen35.Cache:
+def empty_cache(config: qwen35.Config, batch: int, operand_dtype: str = "float32") -> qwen35.Cache:
     """The cache of rows that have seen nothing; every leaf is zero."""
-    return qwen35.init_cache(config, batch=batch, method=ExactForTraining(precision=precision))
+    return qwen35.init_cache(config, batch=batch, method=ExactForTraining(operand_dtype=operand_dtype))
+
+
+def forward(model: qwen35.Model, tokens: Array, cache: qwen35.Cache) -> tuple[Array, qwen35.Cache]:
+    """``qwen35.prefill`` for training: all activations are kept, and the embedding is a matrix product.
+
+    The gradient of a look-up adds every token into one of 264 rows, which makes the threads of a GPU queue up.
+
+    Args:
+        model: The model.
+        tokens: int32 [B, T].
+        cache: The cache before.
+
+    Returns:
+        Logits fp32 [B, T, vocabulary] and the cache after.
+    """
+    dtype = jnp.dtype(model.config.dtype)
+    one_hot = jax.nn.one_hot(tokens, model.config.vocab_size, dtype=dtype)
+    h = jnp.einsum("btv,vd->btd", one_hot, model.embed_tokens.embedding[...].astype(dtype))
+    span = full_span(cache.lengths, tokens.shape[1])
+    layers = []
+    for layer, layer_cache in zip(model.layers, cache.layers, strict=True):
+        h, layer_cache = layer(h, layer_cache, span, step=False)
+        layers.append(layer_cache)
+    return model.head(model.norm(h)), qwen35.Cache(cache.lengths + span.counts, tuple(layers))
 
 
 def spread_half_lives(model: qwen35.Model, longest: float, shortest: float = 16.0) -> None:
@@ -82,7 +116,7 @@ def make_optimizer(*, weight_decay: float, clip: float = 1.0) -> optax.GradientT
     Only the matrices decay: a decay would pull gates, norms and convolutions towards values that mean something.
     """
 
-    def is_matrix(params: nnx.State) -> nnx.State:
+    def is_matrix(params: dict) -> dict:
         return jax.tree_util.tree_map_with_path(
             lambda path, x: x.ndim == 2 and "conv1d" not in jax.tree_util.keystr(path), params
         )
@@ -99,11 +133,11 @@ def forget(cache: qwen35.Cache, fresh: Array) -> qwen35.Cache:
     return jax.tree.map(lambda x: jnp.where(fresh.reshape(-1, *[1] * (x.ndim - 1)), jnp.zeros((), x.dtype), x), cache)
 
 
-def make_train_step(graphdef: nnx.GraphDef, *, answer_weight: float, weight_decay: float):
+def make_train_step(merge: Callable[[dict], qwen35.Model], *, answer_weight: float, weight_decay: float):
     """Builds ``train_step(state, tokens, age, fresh, learning_rate) -> (state, metrics)``.
 
     Args:
-        graphdef: The static part of the model.
+        merge: From ``init_train_state``.
         answer_weight: Weight of an answer's byte in the loss; a byte of text has 1.
         weight_decay: Of the matrices.
 
@@ -113,8 +147,8 @@ def make_train_step(graphdef: nnx.GraphDef, *, answer_weight: float, weight_deca
     """
     optimizer = make_optimizer(weight_decay=weight_decay)
 
-    def loss_and_aux(params: nnx.State, cache: qwen35.Cache, tokens: Array, age: Array):
-        logits, cache = qwen35.prefill(nnx.merge(graphdef, params), tokens[:, :-1], cache, remat=True)
+    def loss_and_aux(params: dict, cache: qwen35.Cache, tokens: Array, age: Array):
+        logits, cache = forward(merge(params), tokens[:, :-1], cache)
         nll = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
         weight = jnp.where(age[:, 1:] > 0, jnp.float32(answer_weight), jnp.float32(1))
         loss = jnp.sum(nll * weight) / jnp.sum(weight)
