@@ -15,7 +15,15 @@ from leapquant_jax.window import decays, live_records, read_boundary, read_recor
 
 
 def append(
-    config: LeapConfig, state: LeapState, q: Array, k: Array, v: Array, g: Array, beta: Array, active: Array | None
+    config: LeapConfig,
+    state: LeapState,
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    *,
+    active: Array | None = None,
 ) -> tuple[LeapState, Array]:
     """Appends one record to every active row and reads the output after the write.
 

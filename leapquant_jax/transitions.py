@@ -78,9 +78,7 @@ def step(
         key_dim=state.key_dim, value_dim=state.value_dim, gate=state.gate, active=active,
     )  # fmt: skip
     implementation = backends.resolve(config, state, implementation)
-    if active is None:
-        return _batched_step(config, implementation, False)(state, q, k, v, g, beta)
-    return _batched_step(config, implementation, True)(state, q, k, v, g, beta, active)
+    return _batched_step(config, implementation, folds=True)(state, q, k, v, g, beta, active=active)
 
 
 def decode(
@@ -148,7 +146,8 @@ def prefill(
     where = jnp.minimum(where, length - 1)
     rows = jnp.arange(state.batch, dtype=jnp.int32)[:, None]
     arrays = [x[rows, where] for x in (q, k, v, g, beta)]
-    state, tail_outs = decode(config, state, *arrays, active=active, implementation=implementation)
+    append = _batched_step(config, backends.resolve(config, state, implementation), folds=False)
+    state, tail_outs = inputs.scan_tokens(append, state, tuple(arrays), active)
     target = jnp.where(active, where, length)
     return state, outs.at[rows, target].set(tail_outs, mode="drop")
 
@@ -234,14 +233,18 @@ def _vmap_into_batch(function: Callable) -> Callable:
 
 
 @functools.lru_cache(maxsize=256)
-def _batched_step(config: LeapConfig, implementation: str, has_active: bool) -> Callable:
+def _batched_step(config: LeapConfig, implementation: str, *, folds: bool) -> Callable:
+    """append, and with `folds` the fold of full rows; `(state, q, k, v, g, beta, *, active) -> (state, out)`."""
     backend = backends.get(implementation)
 
-    def run(state: LeapState, q: Array, k: Array, v: Array, g: Array, beta: Array, *rest: Array):
-        state, out = backend.append(config, state, q, k, v, g, beta, rest[0] if has_active else None)
-        return backend.fold_rows(config, state, state.position >= config.window), out
+    def run(state: LeapState, token: tuple[Array, ...], active: Array | None) -> tuple[LeapState, Array]:
+        state, out = backend.append(config, state, *token, active=active)
+        if folds:
+            state = backend.fold_rows(config, state, state.position >= config.window)
+        return state, out
 
-    return _vmap_into_batch(run)
+    mapped = _vmap_into_batch(run)
+    return lambda state, *token, active=None: mapped(state, token, active)
 
 
 @functools.lru_cache(maxsize=256)
