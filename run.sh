@@ -2,10 +2,11 @@
 # Sets everything up in .venv and runs one job:
 #   bash run.sh test      [pytest arguments]
 #   bash run.sh accuracy  [flags]      any main in experiments/: accuracy, drift, train, ...
+# With --jax VERSION before the job, in an environment of its own with exactly that jax.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
-usage() { sed -n '2,4s/^# \{0,1\}//p' "$0"; }
+usage() { sed -n '2,5s/^# \{0,1\}//p' "$0"; }
 
 find_python() { # the newest Python >= 3.12 on PATH or under pyenv
   local candidate
@@ -27,25 +28,31 @@ TEXT
 }
 
 install() { # once, and again whenever pyproject.toml changes
-  local stamp=.venv/installed.sha256 python
-  if [[ -x .venv/bin/python ]] && sha256sum --check --status "$stamp" 2>/dev/null; then return; fi
+  local stamp=$venv/installed.sha256 python
+  if [[ -x $venv/bin/python ]] && sha256sum --check --status "$stamp" 2>/dev/null; then return; fi
   python=$(find_python)
-  echo "Setting up .venv with $("$python" --version) (a few minutes, once) ..." >&2
-  "$python" -m venv --clear .venv
-  .venv/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+  echo "Setting up $venv with $("$python" --version) (a few minutes, once) ..." >&2
+  "$python" -m venv --clear "$venv"
+  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --editable '.[dev]' \
+    ${jax:+"jax==$jax" "jaxlib==$jax"}
   sha256sum pyproject.toml >"$stamp"
 }
 
+venv=.venv jax=
+if [[ ${1:-} == --jax ]]; then
+  jax=${2:?--jax needs a version} venv=.venv-jax-$2
+  shift 2
+fi
 job=${1:-}
 [[ -n $job ]] || { usage >&2; exit 2; }
 shift
 case $job in
   -h | --help) usage; exit ;;
   setup) install ;;
-  test) install; exec .venv/bin/python -m pytest -n "${PYTEST_WORKERS:-2}" "$@" ;;
+  test) install; exec "$venv/bin/python" -m pytest -n "${PYTEST_WORKERS:-2}" "$@" ;;
   *)
     [[ -f experiments/$job.py ]] || { echo "unknown job '$job': there is no experiments/$job.py" >&2; usage >&2; exit 2; }
     install
-    exec .venv/bin/python -m "experiments.$job" "$@"
+    exec "$venv/bin/python" -m "experiments.$job" "$@"
     ;;
 esac
