@@ -50,15 +50,23 @@ def pack(codes: Array, bits: int) -> Array:
     return jnp.concatenate([nibbles, a | (b << 2) | (c << 4) | (d << 6)], axis=-1)
 
 
+def unpack_parts(packed: Array, bits: int) -> list[Array]:
+    """The codes as equal consecutive parts of the padded axis, int8 [..., padded / parts] each.
+
+    A read multiplies and sums part by part: joining them first would write out all codes once more.
+    """
+    if bits == 8:
+        return [packed]
+    if bits == 4:
+        unsigned = [packed & 0x0F, packed >> 4]
+    else:
+        first, second, pairs = jnp.split(packed, 3, axis=-1)
+        nibbles = [first & 0x0F, second & 0x0F, first >> 4, second >> 4]
+        unsigned = [n | ((pairs >> shift & 0x03) << 4) for n, shift in zip(nibbles, (0, 2, 4, 6), strict=True)]
+    unused = 8 - bits  # shift the sign bit up and back down
+    return [(part << unused).view(jnp.int8) >> unused for part in unsigned]
+
+
 def unpack(packed: Array, bits: int, length: int) -> Array:
     """Inverse of `pack`: int8 [..., length]."""
-    if bits == 8:
-        return packed
-    padded = -(-length // _GROUP[bits]) * _GROUP[bits]
-    nibbles = packed[..., : padded // 2]
-    unsigned = jnp.concatenate([nibbles & 0x0F, nibbles >> 4], axis=-1)
-    if bits == 6:
-        pairs = packed[..., padded // 2 :]
-        unsigned |= jnp.concatenate([((pairs >> shift) & 0x03) << 4 for shift in (0, 2, 4, 6)], axis=-1)
-    unused = 8 - bits  # shift the sign bit up and back down
-    return ((unsigned << unused).view(jnp.int8) >> unused)[..., :length]
+    return jnp.concatenate(unpack_parts(packed, bits), axis=-1)[..., :length]

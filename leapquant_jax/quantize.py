@@ -6,6 +6,7 @@ With rotation="hadamard" the codes hold H C^-1 R instead, H the orthonormal Hada
 act on the key index, so a read folds them into the vector, R^^T x = B * (Z^T (H C x)), and saves a pass over the state.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ from jax import Array
 
 from leapquant_jax.config import LeapConfig
 from leapquant_jax.numerics import HIGHEST
-from leapquant_jax.packing import pack, unpack
+from leapquant_jax.packing import pack, unpack, unpack_parts
 
 # Shrink factors that clip="mse" tries besides 1.
 _CLIP_RATIOS = np.linspace(0.95, 0.6, 8, dtype=np.float32)
@@ -84,10 +85,14 @@ def read_quantized(config: LeapConfig, quantized: Quantized, x: Array) -> Array:
         x = x * quantized.row_scales[:, :, None]
     if config.rotation:
         x = rotate(x, axis=-1)
-    codes = unpack(quantized.codes, config.bits or 8, x.shape[-1])
+    parts = unpack_parts(quantized.codes, config.bits or 8)
+    x = jnp.pad(x, [(0, 0)] * 3 + [(0, len(parts) * parts[0].shape[-1] - x.shape[-1])])
     # A multiply and a sum, not a dot: XLA fuses the widening into the reduction, so no fp32 copy of the state exists.
-    read = jnp.sum(codes[:, :, None].astype(jnp.float32) * x[:, :, :, None], axis=-1)
-    return read * quantized.column_scales[:, :, None]
+    reads = (
+        jnp.sum(codes[:, :, None].astype(jnp.float32) * x_part[:, :, :, None], axis=-1)
+        for codes, x_part in zip(parts, jnp.split(x, len(parts), axis=-1), strict=True)
+    )
+    return functools.reduce(jnp.add, reads) * quantized.column_scales[:, :, None]
 
 
 def rotate(x: Array, axis: int) -> Array:
