@@ -11,6 +11,10 @@ from tests.library import oracle
 
 UNQUANTIZED = lq.LeapConfig(bits=None, boundary_dtype="float32", rank=0, smoothing=0, record_dtype="float32")
 
+# The tests of batches, rows, rollback and windows share one program: 16 requests at their own window positions.
+POOL = lq.LeapConfig(window=16, rank=1)
+POOL_SIZES = dict(batch=16, num_heads=2, num_key_heads=1, key_dim=8, value_dim=6)
+
 
 def tokens(seed, B=1, T=20, G=1, H=2, K=8, V=6, gate="scalar", half_life=30.0, dtype=np.float32):
     """Random tokens (q, k, v, g, beta) as NumPy fp32: normalised keys, decays around `half_life` tokens."""
@@ -80,6 +84,28 @@ chunked = jax.jit(lq.chunked_delta_rule, static_argnames=("chunk_size",))
 def init_from(config, dense, **options):
     """init_state of a dense state, compiled."""
     return lq.init_state(config, dense=dense, **options)
+
+
+def pool_tokens(seed, T):
+    """Tokens that fit POOL_SIZES."""
+    return tokens(seed, B=16, T=T, G=1, H=2, K=8, V=6)
+
+
+def run(config, state, arrays, active=None):
+    """Python loop of compiled steps over [B, T, ...]; `active` is bool [B, T]. Returns (state, outs [B, T, H, V])."""
+    outs = []
+    for t in range(arrays[0].shape[1]):
+        mask = np.ones(arrays[0].shape[0], bool) if active is None else active[:, t]
+        state, out = step(config, state, *at(arrays, t), active=mask)
+        outs.append(out)
+    return state, np.stack(outs, axis=1)
+
+
+def phased_pool(seed=100):
+    """The pool with row n at window position n: (state, tokens [16, 15, ...], lengths)."""
+    x, lengths = pool_tokens(seed, 15), np.arange(16)
+    state, _ = run(POOL, lq.init_state(POOL, **POOL_SIZES), x, active=np.arange(15)[None] < lengths[:, None])
+    return state
 
 
 def zeros(arrays):
