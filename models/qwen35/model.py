@@ -15,6 +15,9 @@ from models.qwen35.delta_net import GatedDeltaNet
 from models.ragged import Span, full_span, last_real, masked_span, pack, unpack
 from models.recurrent import RecurrentCache
 
+# Prefill lengths are padded to a multiple of this, the chunk length of the delta rule.
+PREFILL_BLOCK = 64
+
 
 class MLP(nnx.Module):
     """down(silu(gate(x)) * up(x))."""
@@ -127,8 +130,9 @@ def prefill(
     """Feeds several tokens to every row, continuing whatever the cache holds.
 
     All layers work on matrix products over the tokens; none scans them one by one. Any split of a text into calls
-    gives the same result up to rounding. Works inside `jax.jit` and `jax.lax.scan`, and is differentiable with the
-    "exact" method.
+    gives the same result up to rounding. T is padded to a multiple of `PREFILL_BLOCK`, so prompts of many lengths
+    share few compiled programs. Works inside `jax.jit` and `jax.lax.scan`, and is differentiable with the "exact"
+    method.
 
     Args:
       model: The parameters.
@@ -147,23 +151,17 @@ def prefill(
         `max_length`. The last two are only seen when values are concrete: under a trace, ids follow `jnp.take` and
         keys past the end are dropped.
     """
-    tokens = jnp.asarray(tokens)
-    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise ValueError(f"tokens must be integers [B, T], got {tokens.dtype} {tokens.shape}")
-    if mask is not None:
-        mask = jnp.asarray(mask).astype(bool)
-        if mask.shape != tokens.shape:
-            raise ValueError(f"mask must have the shape of tokens, {tokens.shape}, got {mask.shape}")
-    _check_call(model, cache, tokens.shape[0])
-    real = tokens if mask is None else jnp.where(mask, tokens, 0)
-    if _concrete(real) and real.size and not (0 <= int(real.min()) and int(real.max()) < model.config.vocab_size):
-        raise ValueError(f"token ids must lie in 0..{model.config.vocab_size - 1}, got {real.min()}..{real.max()}")
-    added = jnp.int32(tokens.shape[1]) if mask is None else jnp.sum(mask, axis=1, dtype=jnp.int32)
-    check_room(model.config, cache, added)
-    if tokens.shape[1] == 0:
-        shape = (tokens.shape[0], model.config.vocab_size)
-        return jnp.zeros(shape if last_only else (shape[0], 0, shape[1]), jnp.float32), cache
-    return _prefill(model, tokens, cache, mask, last_only=last_only, remat=remat)
+    tokens, mask = _check_prompt(model, tokens, cache, mask)
+    batch, num_tokens = tokens.shape
+    if num_tokens == 0:
+        shape = (batch, model.config.vocab_size) if last_only else (batch, 0, model.config.vocab_size)
+        return jnp.zeros(shape, jnp.float32), cache
+    tail = -num_tokens % PREFILL_BLOCK
+    if tail:
+        mask = jnp.ones(tokens.shape, bool) if mask is None else mask
+        tokens, mask = (jnp.pad(x, ((0, 0), (0, tail))) for x in (tokens, mask))
+    logits, cache = _prefill(model, tokens, cache, mask, last_only=last_only, remat=remat)
+    return (logits if last_only or not tail else logits[:, :num_tokens]), cache
 
 
 def decode_step(model: Model, tokens: Array, cache: Cache, *, active: Array | None = None) -> tuple[Array, Cache]:
@@ -222,6 +220,26 @@ def _decode_step(model: Model, tokens: Array, cache: Cache, active: Array | None
 
 def _keep(logits: Array, real: Array) -> Array:
     return jnp.where(real[..., None], logits, jnp.float32(0))
+
+
+def _check_prompt(model: Model, tokens: Array, cache: Cache, mask: Array | None) -> tuple[Array, Array | None]:
+    """The arguments of `prefill` as arrays, the mask as bool; see there for the errors."""
+    tokens = jnp.asarray(tokens)
+    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(f"tokens must be integers [B, T], got {tokens.dtype} {tokens.shape}")
+    if mask is not None:
+        mask = jnp.asarray(mask).astype(bool)
+        if mask.shape != tokens.shape:
+            raise ValueError(f"mask must have the shape of tokens, {tokens.shape}, got {mask.shape}")
+    _check_call(model, cache, tokens.shape[0])
+    real = tokens if mask is None else jnp.where(mask, tokens, 0)
+    if _concrete(real) and real.size:
+        low, high = int(jnp.min(real)), int(jnp.max(real))
+        if low < 0 or high >= model.config.vocab_size:
+            raise ValueError(f"token ids must lie in 0..{model.config.vocab_size - 1}, got {low}..{high}")
+    added = jnp.int32(tokens.shape[1]) if mask is None else jnp.sum(mask, axis=1, dtype=jnp.int32)
+    check_room(model.config, cache, added)
+    return tokens, mask
 
 
 def _check_call(model: Model, cache: Cache, batch: int) -> None:

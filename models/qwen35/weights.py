@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -114,7 +115,7 @@ def from_config(config: Config, key: Array, *, param_dtype: str | None = None) -
       param_dtype: Dtype of the stored parameters; `config.dtype` if None. Use "float32" with a bfloat16 config to
         train with master weights.
     """
-    return Model(config, rngs=nnx.Rngs(key), param_dtype=param_dtype)
+    return jax.jit(lambda key: Model(config, rngs=nnx.Rngs(key), param_dtype=param_dtype))(key)
 
 
 def with_config(model: Model, config: Config) -> Model:
