@@ -14,6 +14,8 @@ import numpy as np
 
 from experiments import corpus, tasks
 
+RECALL = ("register", "overwritten")  # what the curriculum begins with, and what is measured by age during training
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -25,10 +27,12 @@ class Plan:
         steps: Steps of the whole run; the curriculum depends on it.
         max_age: Oldest answer asked for once the curriculum is over.
         max_stream: Tokens after which a row starts over with an empty state, at most.
-        curriculum: Share of the run in which the oldest age grows, geometrically, from ``first_max_age``.
+        curriculum: Share of the run that is made easier: the oldest age grows, geometrically, from ``first_max_age``, the
+            share of commands falls from ``first_synthetic_share``, and all kinds but the registers come in slowly.
         first_max_age: Oldest age at the first step.
-        synthetic_share: Share of commands in the tokens.
-        mix: Share of each kind of task in the commands.
+        first_synthetic_share: Share of commands in the tokens at the first step.
+        synthetic_share: The same from the end of the curriculum on.
+        mix: Share of each kind of task in the commands, likewise.
         seed: Chooses all streams.
     """
 
@@ -38,7 +42,8 @@ class Plan:
     max_age: int = 16384
     max_stream: int = 32768
     curriculum: float = 0.4
-    first_max_age: int = 256
+    first_max_age: int = 64
+    first_synthetic_share: float = 0.8
     synthetic_share: float = 0.4
     mix: Mapping[str, float] = dataclasses.field(default_factory=lambda: dict(tasks.DEFAULT_MIX))
     seed: int = 0
@@ -50,11 +55,21 @@ class Plan:
                 f"{self.batch}, {self.segment}, {self.steps} and {self.max_stream}."
             )
 
+    def progress(self, step: int) -> float:
+        """How much of the curriculum lies behind a stream that starts at this step, 0 to 1."""
+        return min(1.0, step / max(1.0, self.curriculum * self.steps))
+
     def oldest_age(self, step: int) -> int:
         """The oldest age asked for in a stream that starts at this step."""
-        progress = min(1.0, step / max(1.0, self.curriculum * self.steps))
         first = min(self.first_max_age, self.max_age)
-        return int(first * (self.max_age / first) ** progress)
+        return int(first * (self.max_age / first) ** self.progress(step))
+
+    def tasks_at(self, step: int) -> dict:
+        """The options of ``tasks.recall_streams`` for a stream that starts at this step."""
+        progress, oldest = self.progress(step), self.oldest_age(step)
+        share = self.first_synthetic_share + progress * (self.synthetic_share - self.first_synthetic_share)
+        mix = {kind: weight * (1.0 if kind in RECALL else progress) for kind, weight in self.mix.items()}
+        return {"synthetic_share": share, "mix": mix, "min_age": min(32, oldest), "max_age": oldest}
 
     def segments_of_stream(self, step: int) -> int:
         """How many segments a stream that starts at this step has: twice its oldest age, up to ``max_stream``."""
@@ -67,7 +82,7 @@ class Segment:
 
     Attributes:
         tokens: int32 [B, T + 1]; the last is the target of the one before it, and the first of the next segment.
-        age: int32 [B, T + 1], see ``tasks.RecallStreams``.
+        age: int32 [B, T + 1]: the age in tokens at the bytes of a recalled register, -1 at the bytes of other answers, else 0.
         fresh: bool [B]; True where the row starts a new stream here and must forget its state.
     """
 
@@ -138,30 +153,31 @@ class _Row:
         # The first streams are cut short at different places, or all rows would start over together for ever.
         longest = plan.max_stream // plan.segment
         self.length = 1 + int(np.random.default_rng([plan.seed, index]).integers(longest))
-        self.streams: tasks.RecallStreams | None = None
+        self.tokens = self.age = None  # of the current stream, once it is generated
         while self.start + self.length <= step:
             self._next_stream()
 
     def advance(self, step: int) -> tuple[np.ndarray, np.ndarray, np.bool_]:
         if self.start + self.length <= step:
             self._next_stream()
-        if self.streams is None:
-            self.streams = self._generate()
+        if self.tokens is None:
+            self.tokens, self.age = self._generate()
         offset = (step - self.start) * self.plan.segment
         window = slice(offset, offset + self.plan.segment + 1)
-        return self.streams.tokens[0, window], self.streams.age[0, window], np.bool_(offset == 0)
+        return self.tokens[window], self.age[window], np.bool_(offset == 0)
 
     def _next_stream(self) -> None:
         self.start += self.length
         self.count += 1
         self.length = self.plan.segments_of_stream(self.start)
-        self.streams = None
+        self.tokens = self.age = None
 
-    def _generate(self) -> tasks.RecallStreams:
-        plan = self.plan
-        seed = int(np.random.SeedSequence([plan.seed, self.index, self.count]).generate_state(1)[0])
-        oldest = plan.oldest_age(self.start)
-        return tasks.recall_streams(
-            1, self.length * plan.segment + 1, seed, text=self.text, mix=plan.mix,
-            synthetic_share=plan.synthetic_share, min_age=min(32, oldest), max_age=oldest,
-        )  # fmt: skip
+    def _generate(self) -> tuple[np.ndarray, np.ndarray]:
+        seed = int(np.random.SeedSequence([self.plan.seed, self.index, self.count]).generate_state(1)[0])
+        num_tokens = self.length * self.plan.segment + 1
+        streams = tasks.recall_streams(1, num_tokens, seed, text=self.text, **self.plan.tasks_at(self.start))
+        age, answers = streams.age[0].copy(), streams.answers
+        for kind, position, length in zip(answers.kind, answers.position, answers.length, strict=True):
+            if tasks.KINDS[kind] not in RECALL:
+                age[position : position + length] = -1
+        return streams.tokens[0], age

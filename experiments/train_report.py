@@ -69,7 +69,7 @@ def run(model: qwen35.Model, tokens: np.ndarray, segment: int) -> tuple[np.ndarr
         int32 and fp32 [N, T]. Column 0, which nothing precedes, is 0.
     """
     targets = np.roll(tokens, -1, axis=1)
-    cache = empty_cache(model.config, len(tokens))
+    cache = qwen35.init_cache(model.config, batch=len(tokens), method="exact")
     predictions, losses = [], []
     for start in range(0, tokens.shape[1], segment):
         window = slice(start, start + segment)

@@ -11,7 +11,7 @@ import optax
 from flax import nnx
 from jax import Array
 
-from experiments.train_rule import ExactForTraining
+import leapquant_jax as lq
 from models import qwen35
 from models.ragged import full_span
 
@@ -30,6 +30,37 @@ class TrainState:
     params: dict
     optimizer: optax.OptState
     cache: qwen35.Cache
+
+
+@dataclasses.dataclass(frozen=True)
+class ExactForTraining:
+    """The state method of training: an fp32 state, and products at the accelerator's own precision. Prefill only.
+
+    Attributes:
+        precision: Of the large products of the recurrence; "default" is TF32 on an NVIDIA GPU.
+    """
+
+    precision: str = "default"
+    name: str = "exact-for-training"
+
+    def init(
+        self, *, batch: int, num_heads: int, num_key_heads: int, key_dim: int, value_dim: int, gate: str = "scalar"
+    ) -> Array:
+        """A zero state, fp32 [B, H, K, V]."""
+        del num_key_heads, gate
+        return jnp.zeros((batch, num_heads, key_dim, value_dim), jnp.float32)
+
+    def prefill(self, state: Array, *tokens: Array, mask: Array | None = None) -> tuple[Array, Array]:
+        """See ``leapquant_jax.chunked_delta_rule``."""
+        return lq.chunked_delta_rule(state, *tokens, mask=mask, precision=self.precision)
+
+    def step(self, state: Array, *tokens: Array, active: Array | None = None) -> tuple[Array, Array]:
+        """See ``leapquant_jax.exact_step``."""
+        return lq.exact_step(state, *tokens, active=active)
+
+    def dense_state(self, state: Array) -> Array:
+        """The state itself, fp32 [B, H, K, V]."""
+        return state
 
 
 def init_train_state(
@@ -57,13 +88,12 @@ def init_train_state(
 
     params = nnx.to_pure_dict(variables)
     optimizer = make_optimizer(weight_decay=0.0).init(params)
-    cache = empty_cache(config, batch, "bfloat16" if config.dtype == "bfloat16" else "float32")
-    return merge, TrainState(params, optimizer, cache)
+    return merge, TrainState(params, optimizer, empty_cache(config, batch))
 
 
-def empty_cache(config: qwen35.Config, batch: int, operand_dtype: str = "float32") -> qwen35.Cache:
+def empty_cache(config: qwen35.Config, batch: int) -> qwen35.Cache:
     """The cache of rows that have seen nothing; every leaf is zero."""
-    return qwen35.init_cache(config, batch=batch, method=ExactForTraining(operand_dtype=operand_dtype))
+    return qwen35.init_cache(config, batch=batch, method=ExactForTraining())
 
 
 def forward(model: qwen35.Model, tokens: Array, cache: qwen35.Cache) -> tuple[Array, qwen35.Cache]:
@@ -150,7 +180,7 @@ def make_train_step(merge: Callable[[dict], qwen35.Model], *, answer_weight: flo
     def loss_and_aux(params: dict, cache: qwen35.Cache, tokens: Array, age: Array):
         logits, cache = forward(merge(params), tokens[:, :-1], cache)
         nll = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-        weight = jnp.where(age[:, 1:] > 0, jnp.float32(answer_weight), jnp.float32(1))
+        weight = jnp.where(age[:, 1:] != 0, jnp.float32(answer_weight), jnp.float32(1))
         loss = jnp.sum(nll * weight) / jnp.sum(weight)
         return loss, (cache, _metrics(nll, logits, tokens[:, 1:], age[:, 1:]))
 
@@ -167,11 +197,11 @@ def make_train_step(merge: Callable[[dict], qwen35.Model], *, answer_weight: flo
     return jax.jit(train_step, donate_argnames="state")
 
 
-AGE_GROUPS = {"within_window": (1, 256), "to_1k": (257, 1024), "to_4k": (1025, 4096), "beyond": (4097, 1 << 30)}
+AGE_GROUPS = {"to_256": (1, 256), "to_1k": (257, 1024), "to_4k": (1025, 4096), "beyond": (4097, 1 << 30)}
 
 
 def _metrics(nll: Array, logits: Array, targets: Array, age: Array) -> dict[str, Array]:
-    """Text loss, and for each group of ages the number of answer bytes, how many were right and their loss."""
+    """Text loss, and for each group of ages the number of recalled bytes, how many were right and their loss."""
     right = jnp.argmax(logits, axis=-1) == targets
 
     def total(chosen: Array, values: Array) -> Array:
