@@ -46,9 +46,9 @@ class Checkpoint:
 
     def read(self, name: str) -> np.ndarray:
         """One tensor in its stored dtype (bfloat16 through ml_dtypes)."""
-        if self.files[name] != self._path:
-            self._path = self.files[name]
-            self._file = _open(self._path)
+        path = self.files[name]
+        if path != self._path:
+            self._path, self._file = path, _open(path)
         return self._file.get_tensor(name)
 
 

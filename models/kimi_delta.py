@@ -1,9 +1,9 @@
 """The Kimi delta attention (KDA) layer of Kimi-Linear: a delta rule with one decay per key channel.
 
-    config, layer = kimi_delta.load_layer(directory, layer_index=0)
-    cache = kimi_delta.init_cache(config, batch=2, method="leapquant-int8")
-    y, cache = kimi_delta.prefill(layer, x, cache)           # x [B, T, hidden_size]
-    y, cache = kimi_delta.step(layer, x, cache)              # x [B, hidden_size]
+config, layer = kimi_delta.load_layer(directory, layer_index=0)
+cache = kimi_delta.init_cache(config, batch=2, method="leapquant-int8")
+y, cache = kimi_delta.prefill(layer, x, cache)           # x [B, T, hidden_size]
+y, cache = kimi_delta.step(layer, x, cache)              # x [B, hidden_size]
 """
 
 import dataclasses
@@ -72,7 +72,7 @@ class Config:
 class KimiDeltaAttention(nnx.Module):
     """Projections, a short convolution, the channel-gated delta rule and a sigmoid-gated norm.
 
-        S_t = (I - beta_t k_t k_t^T) Diag(exp g_t) S_{t-1} + beta_t k_t v_t^T,    o_t = S_t^T q_t.
+    S_t = (I - beta_t k_t k_t^T) Diag(exp g_t) S_{t-1} + beta_t k_t v_t^T,    o_t = S_t^T q_t.
     """
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs, param_dtype: jnp.dtype | str | None = None):
@@ -122,9 +122,7 @@ def init_cache(config: Config, *, batch: int, method: Any = "exact") -> Recurren
     method = resolve_method(method)
     heads, dim = config.num_heads, config.head_dim
     conv = jnp.zeros((batch, config.short_conv_kernel_size - 1, 3 * heads * dim), jnp.dtype(config.dtype))
-    state = method.init(
-        batch=batch, num_heads=heads, num_key_heads=heads, key_dim=dim, value_dim=dim, gate="channel"
-    )
+    state = method.init(batch=batch, num_heads=heads, num_key_heads=heads, key_dim=dim, value_dim=dim, gate="channel")
     return RecurrentCache(conv, state, method)
 
 
@@ -234,6 +232,8 @@ def _check_input(layer: KimiDeltaAttention, x: Array, rank: int, cache: Recurren
     config = layer.config
     if x.ndim != rank or x.shape[-1] != config.hidden_size or x.dtype != jnp.dtype(config.dtype):
         expected = "[B, T, hidden_size]" if rank == 3 else "[B, hidden_size]"
-        raise ValueError(f"x must be {config.dtype} {expected} with hidden_size={config.hidden_size}, got {x.dtype} {x.shape}")
+        raise ValueError(
+            f"x must be {config.dtype} {expected} with hidden_size={config.hidden_size}, got {x.dtype} {x.shape}"
+        )
     if x.shape[0] != cache.conv.shape[0]:
         raise ValueError(f"x has {x.shape[0]} rows but the cache has {cache.conv.shape[0]}")

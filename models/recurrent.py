@@ -89,6 +89,6 @@ def init_log_rate(key: Array, shape: tuple[int, ...]) -> Array:
 
 
 def init_time_step(key: Array, shape: tuple[int, ...]) -> Array:
-    """dt_bias whose softplus is log-uniform in [1e-3, 1e-1], so that fresh heads remember ten to thousands of tokens."""
+    """dt_bias with its softplus log-uniform in [1e-3, 1e-1]: fresh heads remember from a few to a thousand tokens."""
     dt = jnp.exp(jax.random.uniform(key, shape, jnp.float32, math.log(1e-3), math.log(1e-1)))
     return dt + jnp.log(-jnp.expm1(-dt))

@@ -1,9 +1,9 @@
 """The Qwen3.5 text model: gated DeltaNet layers on any `leapquant_jax` state method, and gated attention layers.
 
-    config, model = qwen35.from_pretrained(directory)
-    cache = qwen35.init_cache(config, batch=2, max_length=4096, method="leapquant-int8")
-    logits, cache = qwen35.prefill(model, tokens, cache, mask)
-    logits, cache = qwen35.decode_step(model, next_tokens, cache)
+config, model = qwen35.from_pretrained(directory)
+cache = qwen35.init_cache(config, batch=2, max_length=4096, method="leapquant-int8")
+logits, cache = qwen35.prefill(model, tokens, cache, mask)
+logits, cache = qwen35.decode_step(model, next_tokens, cache)
 """
 
 from models.qwen35.cache import Cache as Cache

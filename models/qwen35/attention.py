@@ -66,6 +66,8 @@ class GatedAttention(nnx.Module):
         q, gate = jnp.split(qg, 2, axis=-1)
         k = self.k_proj(x).reshape(batch, num_tokens, config.num_key_value_heads, dim)
         v = self.v_proj(x).reshape(batch, num_tokens, config.num_key_value_heads, dim)
+        if span.valid is not None:  # whatever padding holds, even NaN, reaches no real token
+            k, v = (jnp.where(span.valid[:, :, None, None], y, jnp.zeros((), y.dtype)) for y in (k, v))
         positions = span.positions(num_tokens)
         rotate = functools.partial(apply_rope, positions=positions, dim=config.rotary_dim, theta=config.rope_theta)
         q, k = rotate(self.q_norm(q)), rotate(self.k_norm(k))

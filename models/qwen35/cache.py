@@ -12,6 +12,8 @@ from models.qwen35.attention import AttentionCache
 from models.qwen35.config import LINEAR, Config
 from models.recurrent import RecurrentCache, resolve_method
 
+LayerCache = RecurrentCache | AttentionCache
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -20,11 +22,11 @@ class Cache:
 
     Attributes:
       lengths: int32 [B], tokens each row has seen. Rows are independent.
-      layers: One `RecurrentCache` or `AttentionCache` per layer.
+      layers: One cache per layer, of the layer's kind.
     """
 
     lengths: Array
-    layers: tuple[RecurrentCache | AttentionCache, ...]
+    layers: tuple[LayerCache, ...]
 
 
 def init_cache(

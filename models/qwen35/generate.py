@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from models.qwen35.cache import Cache
-from models.qwen35.model import Model, check_room, decode_step, prefill
+from models.qwen35.checks import as_bool, check_room
+from models.qwen35.model import Model, decode_step, prefill
 from models.qwen35.sampling import Greedy, Sampler
 
 
@@ -47,8 +48,7 @@ def generate(
         raise ValueError(f"prompt must be integers [B, T] with T >= 1, got {prompt.shape}")
     if key is None and not isinstance(sampler, Greedy):
         raise ValueError(f"{sampler} draws at random and needs a key")
-    real = jnp.ones(prompt.shape, bool) if mask is None else jnp.asarray(mask).astype(bool)
-    check_room(model.config, cache, jnp.sum(real, axis=1, dtype=jnp.int32) + jnp.int32(num_tokens - 1))
+    check_room(model.config, cache, prompt.shape[1] if mask is None else as_bool(mask), more=num_tokens - 1)
     keys = _row_keys(jax.random.key(0) if key is None else key, prompt.shape[0])
 
     logits, cache = prefill(model, prompt, cache, mask, last_only=True)

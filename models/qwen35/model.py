@@ -1,6 +1,7 @@
 """The Qwen3.5 text model, and its two entry points: prefill and decode_step."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,12 +9,12 @@ from flax import nnx
 from jax import Array
 
 from models.blocks import RMSNorm, linear
-from models.qwen35.attention import AttentionCache, GatedAttention
-from models.qwen35.cache import Cache
+from models.qwen35.attention import GatedAttention
+from models.qwen35.cache import Cache, LayerCache
+from models.qwen35.checks import check_prompt, check_step
 from models.qwen35.config import LINEAR, Config
 from models.qwen35.delta_net import GatedDeltaNet
 from models.ragged import Span, full_span, last_real, masked_span, pack, unpack
-from models.recurrent import RecurrentCache
 
 # Prefill lengths are padded to a multiple of this, the chunk length of the delta rule.
 PREFILL_BLOCK = 64
@@ -48,10 +49,8 @@ class Layer(nnx.Module):
             self.self_attn = GatedAttention(config, param_dtype=param_dtype, rngs=rngs)
         self.mlp = MLP(config, param_dtype=param_dtype, rngs=rngs)
 
-    def __call__[C: (RecurrentCache, AttentionCache)](
-        self, h: Array, cache: C, span: Span, *, step: bool
-    ) -> tuple[Array, C]:
-        mixer = self.linear_attn if self.kind == LINEAR else self.self_attn
+    def __call__(self, h: Array, cache: LayerCache, span: Span, *, step: bool) -> tuple[Array, LayerCache]:
+        mixer: Any = self.linear_attn if self.kind == LINEAR else self.self_attn
         mixed, cache = mixer(self.input_layernorm(h), cache, span, step=step)
         h = h + mixed
         return h + self.mlp(self.post_attention_layernorm(h)), cache
@@ -80,9 +79,7 @@ class Model(nnx.Module):
             config.vocab_size, config.hidden_size, dtype=dtype, param_dtype=param_dtype,
             embedding_init=nnx.initializers.normal(config.initializer_range), rngs=rngs,
         )  # fmt: skip
-        self.layers = nnx.List(
-            [Layer(config, kind, param_dtype=param_dtype, rngs=rngs) for kind in config.layer_types]
-        )
+        self.layers = nnx.List([Layer(config, kind, param_dtype=param_dtype, rngs=rngs) for kind in config.layer_types])
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, param_dtype=param_dtype)
         if not config.tie_word_embeddings:
             self.lm_head = linear(
@@ -151,7 +148,7 @@ def prefill(
         `max_length`. The last two are only seen when values are concrete: under a trace, ids follow `jnp.take` and
         keys past the end are dropped.
     """
-    tokens, mask = _check_prompt(model, tokens, cache, mask)
+    tokens, mask = check_prompt(model.config, tokens, cache, mask)
     batch, num_tokens = tokens.shape
     if num_tokens == 0:
         shape = (batch, model.config.vocab_size) if last_only else (batch, 0, model.config.vocab_size)
@@ -179,13 +176,7 @@ def decode_step(model: Model, tokens: Array, cache: Cache, *, active: Array | No
     Raises:
       ValueError: For shapes or dtypes that do not fit, or a full cache (when its lengths are concrete).
     """
-    tokens = jnp.asarray(tokens)
-    if tokens.ndim != 1 or not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise ValueError(f"tokens must be integers [B], got {tokens.dtype} {tokens.shape}")
-    if active is not None and (active.shape != tokens.shape or active.dtype != jnp.bool_):
-        raise ValueError(f"active must be bool {tokens.shape}, got {active.dtype} {active.shape}")
-    _check_call(model, cache, tokens.shape[0])
-    check_room(model.config, cache, jnp.int32(1) if active is None else active.astype(jnp.int32))
+    tokens = check_step(model.config, tokens, cache, active)
     return _decode_step(model, tokens, cache, active)
 
 
@@ -220,47 +211,3 @@ def _decode_step(model: Model, tokens: Array, cache: Cache, active: Array | None
 
 def _keep(logits: Array, real: Array) -> Array:
     return jnp.where(real[..., None], logits, jnp.float32(0))
-
-
-def _check_prompt(model: Model, tokens: Array, cache: Cache, mask: Array | None) -> tuple[Array, Array | None]:
-    """The arguments of `prefill` as arrays, the mask as bool; see there for the errors."""
-    tokens = jnp.asarray(tokens)
-    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise ValueError(f"tokens must be integers [B, T], got {tokens.dtype} {tokens.shape}")
-    if mask is not None:
-        mask = jnp.asarray(mask).astype(bool)
-        if mask.shape != tokens.shape:
-            raise ValueError(f"mask must have the shape of tokens, {tokens.shape}, got {mask.shape}")
-    _check_call(model, cache, tokens.shape[0])
-    real = tokens if mask is None else jnp.where(mask, tokens, 0)
-    if _concrete(real) and real.size:
-        low, high = int(jnp.min(real)), int(jnp.max(real))
-        if low < 0 or high >= model.config.vocab_size:
-            raise ValueError(f"token ids must lie in 0..{model.config.vocab_size - 1}, got {low}..{high}")
-    added = jnp.int32(tokens.shape[1]) if mask is None else jnp.sum(mask, axis=1, dtype=jnp.int32)
-    check_room(model.config, cache, added)
-    return tokens, mask
-
-
-def _check_call(model: Model, cache: Cache, batch: int) -> None:
-    if cache.lengths.shape != (batch,):
-        raise ValueError(f"tokens have {batch} rows but the cache has {cache.lengths.shape[0]}")
-    if len(cache.layers) != model.config.num_hidden_layers:
-        raise ValueError(f"cache has {len(cache.layers)} layers, the model {model.config.num_hidden_layers}")
-
-
-def check_room(config: Config, cache: Cache, added: Array) -> None:
-    """Refuses tokens that a plain attention cache has no slots for, if that can be known before tracing."""
-    slots = [layer.keys.shape[2] for layer in cache.layers if isinstance(layer, AttentionCache)]
-    if not slots or config.attention_window is not None or not _concrete(cache.lengths) or not _concrete(added):
-        return
-    longest = int(jnp.max(cache.lengths + added))
-    if longest > slots[0]:
-        raise ValueError(
-            f"a row would hold {longest} tokens but the cache was made for max_length={slots[0]}; "
-            "use a larger max_length in init_cache"
-        )
-
-
-def _concrete(x: Array) -> bool:
-    return not isinstance(x, jax.core.Tracer)

@@ -1,4 +1,4 @@
-"""Gated attention: the sliding-window ring against plain attention with a window mask, and the blocks of long prefills."""
+"""Gated attention: ring and plain cache against a masked softmax, ragged rows, and the blocks of long prefills."""
 
 import dataclasses
 
@@ -32,7 +32,10 @@ def _reference(layer: GatedAttention, x: np.ndarray, window: int | None) -> np.n
     q, gate = jnp.split(layer.q_proj(x).reshape(1, num_tokens, 4, 16), 2, axis=-1)
     k, v = (project(x).reshape(1, num_tokens, 2, 8) for project in (layer.k_proj, layer.v_proj))
     positions = jnp.arange(num_tokens, dtype=jnp.int32)[None]
-    q, k = (apply_rope(norm(y), positions=positions, dim=4, theta=100.0) for norm, y in ((layer.q_norm, q), (layer.k_norm, k)))
+    q, k = (
+        apply_rope(norm(y), positions=positions, dim=4, theta=100.0)
+        for norm, y in ((layer.q_norm, q), (layer.k_norm, k))
+    )
     q, k, v = (np.asarray(y[0], np.float64) for y in (q, k, v))
     k, v = np.repeat(k, 2, axis=1), np.repeat(v, 2, axis=1)
     scores = np.einsum("thd,nhd->htn", q, k) / np.sqrt(8)
@@ -49,11 +52,15 @@ def _empty(batch: int, slots: int) -> AttentionCache:
 
 
 @pytest.mark.parametrize("window", [None, WINDOW])
-@pytest.mark.parametrize("split", [[600], [5, 300, 1, 1, 9, 260, 24], [3] * 4 + [1] * 12 + [20]], ids=["one", "long", "short"])
+@pytest.mark.parametrize(
+    "split", [[600], [5, 300, 1, 1, 9, 260, 24], [3] * 4 + [1] * 12 + [20]], ids=["one", "long", "short"]
+)
 def test_any_split_equals_a_masked_softmax(window, split):
     layer = _layer(window)
     x = np.random.default_rng(0).standard_normal((2, sum(split), 16)).astype(np.float32)
-    run = jax.jit(lambda x, cache, lengths, step: layer(x, cache, full_span(lengths, x.shape[1]), step=step), static_argnums=3)
+    run = jax.jit(
+        lambda x, cache, lengths, step: layer(x, cache, full_span(lengths, x.shape[1]), step=step), static_argnums=3
+    )
     cache, start, outs = _empty(2, window or 600), 0, []
     for n in split:
         out, cache = run(x[:, start : start + n], cache, jnp.full((2,), start, jnp.int32), n == 1)
@@ -70,14 +77,16 @@ def test_ragged_rows_write_only_their_own_slots(window):
     counts = jnp.array([40, 9, 3, 0], jnp.int32)
     valid = jnp.arange(40, dtype=jnp.int32)[None] < counts[:, None]
     poisoned = jnp.where(valid[..., None], x, jnp.nan)
+    run = jax.jit(lambda x, counts, valid: layer(x, empty, Span(jnp.zeros_like(counts), counts, valid), step=False))
     empty = _empty(4, window or 64)
-    out, cache = layer(poisoned, empty, Span(jnp.zeros((4,), jnp.int32), counts, valid), step=False)
+    out, cache = run(poisoned, counts, valid)
     assert np.isfinite(cache.keys).all() and not cache.keys[3].any()
     for b, n in enumerate(counts.tolist()):
+        whole, whole_cache = run(x, jnp.full((4,), n, jnp.int32), valid[b : b + 1] & jnp.ones((4, 1), bool))
+        np.testing.assert_allclose(out[b, :n], whole[b, :n], atol=1e-5)
+        np.testing.assert_allclose(cache.keys[b], whole_cache.keys[b], atol=1e-5)
         if n:
-            alone, alone_cache = layer(x[b : b + 1, :n], _empty(1, window or 64), full_span(jnp.zeros((1,), jnp.int32), n), step=False)
-            np.testing.assert_allclose(out[b, :n], alone[0], atol=1e-5)
-            np.testing.assert_allclose(cache.keys[b], alone_cache.keys[0], atol=1e-5)
+            np.testing.assert_allclose(out[b, :n], _reference(layer, x[b, :n], window), atol=2e-5)
 
 
 def test_window_cache_stays_small_and_never_fills(small):

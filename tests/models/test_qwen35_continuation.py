@@ -75,7 +75,7 @@ def test_A07_any_split_is_the_same_text(small, split):
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_A07_quantized_splits_differ_by_a_rounding_at_most(small, split):
-    """A prefill rounds once, at the last window boundary it reaches: 48 here, and 48 alone unless a call ends between."""
+    """A prefill rounds once, at the last window boundary it reaches: here at 48, and at 48 alone for two splits."""
     _, whole_cache = _split(small, [50], "leapquant-int8")
     _, cache = _split(small, SPLITS[split], "leapquant-int8")
     (state,), (whole,) = qwen35.recurrent_states(cache), qwen35.recurrent_states(whole_cache)

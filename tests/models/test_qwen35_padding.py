@@ -7,7 +7,13 @@ import pytest
 
 from models import qwen35
 from tests.models.helpers import (
-    assert_bit_equal, decode, left_pad, random_tokens, recurrent_layers, right_pad, row,
+    assert_bit_equal,
+    decode,
+    left_pad,
+    random_tokens,
+    recurrent_layers,
+    right_pad,
+    row,
 )  # fmt: skip
 
 METHODS = ["exact", "leapquant-int8"]

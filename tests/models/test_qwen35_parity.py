@@ -61,9 +61,7 @@ def test_4_cache_at_the_end(tiny_a, stepped):
 
 def test_5_left_padding(tiny_a):
     reference = tiny_a.arrays
-    logits, cache = qwen35.prefill(
-        tiny_a.model, reference["leftpad_ids"], tiny_a.cache(), reference["leftpad_mask"]
-    )
+    logits, cache = qwen35.prefill(tiny_a.model, reference["leftpad_ids"], tiny_a.cache(), reference["leftpad_mask"])
     assert _max_error(logits[:, -8:], reference["leftpad_logits_last"]) <= 2e-4
     assert not logits[0, :9].any()
     assert cache.lengths.tolist() == [83, 92]
@@ -71,9 +69,7 @@ def test_5_left_padding(tiny_a):
 
 def test_6_greedy_tokens(tiny_a):
     assert tiny_a.arrays["greedy_margin_per_step"].min() > 1e-3
-    tokens, cache = qwen35.generate(
-        tiny_a.model, tiny_a.arrays["input_ids"][:, :37], tiny_a.cache(), num_tokens=24
-    )
+    tokens, cache = qwen35.generate(tiny_a.model, tiny_a.arrays["input_ids"][:, :37], tiny_a.cache(), num_tokens=24)
     np.testing.assert_array_equal(tokens, tiny_a.arrays["greedy_tokens"])
     assert cache.lengths.tolist() == [60, 60]
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from models import qwen35
 from models.blocks import Float32Param
@@ -13,8 +14,6 @@ from models.qwen35.delta_net import GatedDeltaNet
 from models.ragged import full_span
 from models.recurrent import RecurrentCache, advance, init_log_rate, init_time_step, log_decay, resolve_method
 from tests.models.helpers import decode, random_tokens, recurrent_layers, relative
-
-from flax import nnx  # isort: skip
 
 
 def _set(variable: nnx.Variable, value) -> None:
@@ -58,8 +57,8 @@ def test_A09_fresh_decays_are_finite_float32():
     assert rates.dtype == steps.dtype == jnp.float32
     assert np.isfinite(rates).all() and np.isfinite(steps).all()
     dt = jax.nn.softplus(steps)
-    assert 0.99e-3 <= float(dt.min()) and float(dt.max()) <= 0.101
-    assert 0 <= float(rates.min()) and float(rates.max()) <= np.log(16) + 1e-6
+    assert float(dt.min()) >= 0.99e-3 and float(dt.max()) <= 0.101
+    assert float(rates.min()) >= 0 and float(rates.max()) <= np.log(16) + 1e-6
 
 
 def test_A09_decays_stay_float32_in_a_bfloat16_model(small, fixtures):
@@ -74,7 +73,8 @@ def test_A09_decays_stay_float32_in_a_bfloat16_model(small, fixtures):
 
 
 def test_A09_slow_decay_is_not_rounded_away():
-    g = log_decay(jnp.zeros((1, 1), jnp.bfloat16), jnp.log(jnp.full((1,), 1e-3 / np.log(2), jnp.float32)), jnp.zeros((1,)))
+    log_rate = jnp.log(jnp.full((1,), 1e-3 / np.log(2), jnp.float32))
+    g = log_decay(jnp.zeros((1, 1), jnp.bfloat16), log_rate, jnp.zeros((1,)))
     assert g.dtype == jnp.float32
     assert abs(float(jnp.exp(g[0, 0])) - np.exp(-1e-3)) <= 1e-7
 
@@ -83,7 +83,8 @@ def test_A10_state_dtype_is_independent_of_the_activations(small, capsys):
     tokens = random_tokens(10, 2, 64, 320)
     model = qwen35.cast(small.model, "bfloat16")
     states = {}
-    for name, network, method in [("fp32", small.model, "exact"), ("bf16", model, "exact"), ("bf16 state", model, "step-bf16")]:
+    runs = [("fp32", small.model, "exact"), ("bf16", model, "exact"), ("bf16 state", model, "step-bf16")]
+    for name, network, method in runs:
         cache = qwen35.init_cache(network.config, batch=2, max_length=64, method=method)
         _, cache = decode(network, tokens, cache)
         (layer,) = recurrent_layers(cache)
@@ -113,7 +114,8 @@ def test_A13_one_norm_for_prefill_and_decode(scale, step):
     cache = RecurrentCache(jnp.zeros((1, 3, 24)), state, method)
     g, beta = jnp.zeros((1, 1, 1)), jnp.full((1, 1, 1), 0.5)
     span = full_span(jnp.zeros((1,), jnp.int32), 1)
-    out, cache = advance(cache, cache.conv, *(jnp.asarray(x) for x in (q * scale, k * scale, v)), g, beta, span, step=step)
+    inputs = (jnp.asarray(x) for x in (q * scale, k * scale, v))
+    out, cache = advance(cache, cache.conv, *inputs, g, beta, span, step=step)
 
     def norm(x):
         x = np.float64(x * np.float32(scale)).ravel()
