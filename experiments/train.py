@@ -13,7 +13,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -23,12 +22,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 from absl import app, flags, logging
 from flax import nnx
 from tqdm import tqdm
 
-from experiments import corpus, train_data, train_report
+from experiments import corpus, report, train_data, train_report
+from experiments.run_directory import RunDirectory, environment, restore_latest, save
 from experiments.train_step import AGE_GROUPS, TrainState, init_train_state, make_train_step
 from models import qwen35
 
@@ -93,11 +92,11 @@ def training_plan(steps: int) -> train_data.Plan:
     )  # fmt: skip
 
 
-def train(directory: Path) -> tuple[qwen35.Model, dict]:
+def train(run: RunDirectory) -> tuple[qwen35.Model, dict]:
     """Trains from the last checkpoint, or from scratch, to the last step.
 
     Args:
-        directory: Where checkpoints and log are kept.
+        run: Where checkpoints and log are kept.
 
     Returns:
         The trained model in ``--dtype`` and facts about the run.
@@ -107,19 +106,16 @@ def train(directory: Path) -> tuple[qwen35.Model, dict]:
         config, jax.random.key(_SEED.value), batch=_BATCH.value, longest_half_life=_LONGEST_HALF_LIFE.value
     )
     step_function = make_train_step(merge, answer_weight=_ANSWER_WEIGHT.value, weight_decay=_WEIGHT_DECAY.value)
-    steps = _decide_steps(directory, step_function, state)
+    steps = _decide_steps(run.path, step_function, state)
     plan = training_plan(steps)
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, _LEARNING_RATE.value, min(100, steps // 4), steps, 0.1 * _LEARNING_RATE.value
     )
-    options = ocp.CheckpointManagerOptions(max_to_keep=2)
-    with ocp.CheckpointManager((directory / "checkpoints").resolve(), options=options) as manager:
-        first_step = 0
-        if (latest := manager.latest_step()) is not None:
-            state = manager.restore(latest, args=ocp.args.StandardRestore(jax.eval_shape(lambda: state)))
-            first_step = latest
-            tqdm.write(f"Continuing after step {latest}.")
-        log = _Log(directory / "train.jsonl", first_step, plan)
+    with run.checkpoints(minimum_seconds=0) as manager:
+        first_step, state = restore_latest(manager, state)
+        if first_step:
+            tqdm.write(f"Continuing after step {first_step}.")
+        log = _Log(run.path / "train.jsonl", first_step, plan)
         feed = train_data.parallel_segments(plan, corpus.CORPUS_DIR.value, first_step, workers=_WORKERS.value)
         interval = 1.0 if sys.stderr.isatty() else 20.0
         bar = tqdm(range(first_step, steps), initial=first_step, total=steps, unit="step", mininterval=interval)
@@ -128,9 +124,10 @@ def train(directory: Path) -> tuple[qwen35.Model, dict]:
             rate = jnp.float32(schedule(step))
             state, metrics = step_function(state, segment.tokens, segment.age, segment.fresh, rate)
             if record := log.add(step + 1, metrics, float(rate)):
-                bar.set_postfix({name: record[name] for name in ("text_nll", "accuracy_to_256", "accuracy_to_1k", "accuracy_to_4k")}, refresh=False)
+                shown = ("text_nll", "accuracy_to_256", "accuracy_to_1k", "accuracy_to_4k")
+                bar.set_postfix({name: record[name] for name in shown}, refresh=False)
             if (step + 1) % _CHECKPOINT_EVERY.value == 0 or step + 1 == steps:
-                manager.save(step + 1, args=ocp.args.StandardSave(state))
+                save(manager, step + 1, state)
     model = qwen35.cast(merge(state.params), config.dtype)
     return model, {"steps": steps, "tokens": steps * plan.batch * plan.segment, "seconds": log.seconds}
 
@@ -163,8 +160,8 @@ class _Log:
     """Averages metrics over a few steps and appends them to a JSONL file. Fetching them is what waits for the device."""
 
     def __init__(self, path: Path, first_step: int, plan: train_data.Plan):
-        kept = [row for row in train_report.read_jsonl(path) if row["step"] <= first_step] if path.exists() else []
-        train_report.write_jsonl(path, kept)  # a killed run may have logged steps that are now repeated
+        kept = [row for row in report.read_jsonl(path) if row["step"] <= first_step] if path.exists() else []
+        report.write_jsonl(path, kept)  # a killed run may have logged steps that are now repeated
         self.path, self.plan = path, plan
         self.seconds = kept[-1]["seconds"] if kept else 0.0
         self.pending: list[dict] = []
@@ -252,6 +249,13 @@ def write_model_card(directory: Path, config: qwen35.Config, facts: dict, record
     (directory / "README.md").write_text("\n".join(lines))
 
 
+def _settings() -> dict:
+    """All flags that determine the result, for the run's record; how it is run may differ when it goes on."""
+    module = flags.FLAGS.get_key_flags_for_module(sys.argv[0]) or flags.FLAGS.flags_by_module_dict()[__name__]
+    incidental = {"output_dir", "workers", "log_every", "checkpoint_every"}
+    return {"program": "experiments.train", **{f.name: f.value for f in module if f.name not in incidental}}
+
+
 def _segments_fit() -> None:
     if _EVAL_TOKENS.value % _SEGMENT.value or _MAX_STREAM.value % _SEGMENT.value:
         raise app.UsageError("--eval_tokens and --max_stream must be multiples of --segment.")
@@ -262,19 +266,22 @@ def main(argv: Sequence[str]) -> None:
         raise app.UsageError(f"Unexpected arguments: {argv[1:]}")
     _segments_fit()
     logging.set_verbosity(logging.WARNING)  # orbax reports every file that it writes
-    directory = Path(_OUTPUT_DIR.value)
-    directory.mkdir(parents=True, exist_ok=True)
     corpus.load_training_text(corpus.CORPUS_DIR.value)  # complains now rather than after the compilation
-    model, facts = train(directory)
+    try:
+        run = RunDirectory.open(_OUTPUT_DIR.value, _settings())
+    except ValueError as error:
+        raise app.UsageError(str(error)) from error
+    directory = run.path
+    model, facts = train(run)
     qwen35.save_pretrained(model.config, model, directory / "model")
     facts["parameters"] = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
-    facts["command"] = shlex.join(["python", "-m", "experiments.train", *sys.argv[1:]])
-    facts["environment"] = train_report.environment()
+    facts["command"] = run.sessions[-1]["command"]
+    facts["environment"] = environment()
     records = train_report.evaluate(
         model, num_streams=_EVAL_STREAMS.value, num_tokens=_EVAL_TOKENS.value, segment=_SEGMENT.value
     )
-    train_report.write_jsonl(directory / "results.jsonl", [{"measure": "run", **facts}, *records])
-    train_report.plot_training(train_report.read_jsonl(directory / "train.jsonl"), directory / "training.png")
+    report.write_jsonl(directory / "results.jsonl", [{"measure": "run", **facts}, *records])
+    train_report.plot_training(report.read_jsonl(directory / "train.jsonl"), directory / "training.png")
     write_model_card(directory, model.config, facts, records)
     tqdm.write((directory / "README.md").read_text())
 

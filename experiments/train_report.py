@@ -1,19 +1,17 @@
 """What a trained model can do: recall by age, bits per byte by position, and the half-lives of its heads."""
 
-import json
 import math
-import platform
 from collections.abc import Iterable, Mapping
-from importlib import metadata
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import matplotlib.pyplot as plt
 import numpy as np
 import optax
 from jax import Array
 
-from experiments import corpus, tasks
+from experiments import corpus, plots, report, tasks
 from experiments.train_step import empty_cache
 from models import qwen35
 from models.qwen35.delta_net import log_decay
@@ -105,34 +103,8 @@ def mean_log_decays(model: qwen35.Model, tokens: Array) -> Array:
     return jnp.stack(decays)
 
 
-def environment() -> dict:
-    """Device and versions, for the record."""
-    names = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
-    device = jax.devices()[0]
-    return {
-        "device": f"{len(jax.devices())} x {device.device_kind} ({device.platform})",
-        "python": platform.python_version(),
-        **{name: metadata.version(name) for name in names},
-    }
-
-
-def write_jsonl(path: Path, records: Iterable[Mapping]) -> None:
-    """One JSON object per line."""
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-
-
-def read_jsonl(path: Path) -> list[dict]:
-    """The records of ``write_jsonl``."""
-    return [json.loads(line) for line in path.read_text().splitlines() if line]
-
-
 def plot_training(log: list[dict], path: Path) -> None:
     """Draws the loss of the text, and the accuracy on answers by age, over the training steps."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6))
     steps = [row["step"] for row in log]
     left.plot(steps, [row["text_nll"] / math.log(2) for row in log])
@@ -143,29 +115,28 @@ def plot_training(log: list[dict], path: Path) -> None:
     right.set(xlabel="step", ylabel="answer bytes right", title="Answers, by age of the write", ylim=(0, 1))
     right.legend()
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    plots.save(figure, path)
 
 
 def recall_table(records: Iterable[Mapping]) -> str:
     """Accuracy by kind and age as a Markdown table."""
     cells = {(row["kind"], row["min_age"]): row for row in records if row["measure"] == "recall"}
     ages = sorted({age for _, age in cells})
-    lines = ["| age of the write, tokens | " + " | ".join(tasks.KINDS) + " |", "|---" * (1 + len(tasks.KINDS)) + "|"]
+    rows = []
     for age in ages:
         row = [cells.get((kind, age)) for kind in tasks.KINDS]
         shown = [f"{100 * cell['accuracy']:.1f} % of {cell['count']}" if cell else "" for cell in row]
-        lines.append(f"| {age} to {2 * age - 1} | " + " | ".join(shown) + " |")
-    chance = [f"{100 * tasks.CHANCE[kind]:.1f} %" for kind in tasks.KINDS]
-    return "\n".join([*lines, "| chance | " + " | ".join(chance) + " |"])
+        rows.append([f"{age} to {2 * age - 1}", *shown])
+    rows.append(["chance", *(f"{100 * tasks.CHANCE[kind]:.1f} %" for kind in tasks.KINDS)])
+    return report.markdown_table(["age of the write, tokens", *tasks.KINDS], rows)
 
 
 def half_life_table(records: Iterable[Mapping]) -> str:
     """Half-lives in tokens as a Markdown table, a row per layer."""
     rows = [row for row in records if row["measure"] == "half_life"]
     heads = sorted({row["head"] for row in rows})
-    lines = ["| layer | " + " | ".join(f"head {head}" for head in heads) + " |", "|---" * (1 + len(heads)) + "|"]
+    table = []
     for layer in sorted({row["layer"] for row in rows}):
         values = {row["head"]: row["tokens"] for row in rows if row["layer"] == layer}
-        lines.append(f"| {layer} | " + " | ".join(f"{values[head]:,.0f}" for head in heads) + " |")
-    return "\n".join(lines)
+        table.append([str(layer), *(f"{values[head]:,.0f}" for head in heads)])
+    return report.markdown_table(["layer", *(f"head {head}" for head in heads)], table)

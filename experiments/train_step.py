@@ -32,37 +32,6 @@ class TrainState:
     cache: qwen35.Cache
 
 
-@dataclasses.dataclass(frozen=True)
-class ExactForTraining:
-    """The state method of training: an fp32 state, and products at the accelerator's own precision. Prefill only.
-
-    Attributes:
-        precision: Of the large products of the recurrence; "default" is TF32 on an NVIDIA GPU.
-    """
-
-    precision: str = "default"
-    name: str = "exact-for-training"
-
-    def init(
-        self, *, batch: int, num_heads: int, num_key_heads: int, key_dim: int, value_dim: int, gate: str = "scalar"
-    ) -> Array:
-        """A zero state, fp32 [B, H, K, V]."""
-        del num_key_heads, gate
-        return jnp.zeros((batch, num_heads, key_dim, value_dim), jnp.float32)
-
-    def prefill(self, state: Array, *tokens: Array, mask: Array | None = None) -> tuple[Array, Array]:
-        """See ``leapquant_jax.chunked_delta_rule``."""
-        return lq.chunked_delta_rule(state, *tokens, mask=mask, precision=self.precision)
-
-    def step(self, state: Array, *tokens: Array, active: Array | None = None) -> tuple[Array, Array]:
-        """See ``leapquant_jax.exact_step``."""
-        return lq.exact_step(state, *tokens, active=active)
-
-    def dense_state(self, state: Array) -> Array:
-        """The state itself, fp32 [B, H, K, V]."""
-        return state
-
-
 def init_train_state(
     config: qwen35.Config, key: Array, *, batch: int, longest_half_life: float
 ) -> tuple[Callable[[dict], qwen35.Model], TrainState]:
@@ -92,8 +61,8 @@ def init_train_state(
 
 
 def empty_cache(config: qwen35.Config, batch: int) -> qwen35.Cache:
-    """The cache of rows that have seen nothing; every leaf is zero."""
-    return qwen35.init_cache(config, batch=batch, method=ExactForTraining())
+    """The cache of rows that have seen nothing; every leaf is zero. The large products of the recurrence may use TF32."""
+    return qwen35.init_cache(config, batch=batch, method=lq.ExactMethod(precision="default"))
 
 
 def forward(model: qwen35.Model, tokens: Array, cache: qwen35.Cache) -> tuple[Array, qwen35.Cache]:

@@ -9,6 +9,7 @@ from leapquant_jax.chunked import chunked_delta_rule as chunked_delta_rule
 from leapquant_jax.config import LeapConfig as LeapConfig
 from leapquant_jax.exact import exact_decode as exact_decode
 from leapquant_jax.exact import exact_step as exact_step
+from leapquant_jax.methods import ExactMethod as ExactMethod
 from leapquant_jax.methods import LeapMethod as LeapMethod
 from leapquant_jax.methods import Method as Method
 from leapquant_jax.methods import get_method as get_method

@@ -153,8 +153,8 @@ _PARTS = {
 def finite_rows(state: Any) -> Array:
     """Which requests are still sound: bool [B], False where any float of the row is NaN or inf.
 
-    A non-finite value stays in its row and head for ever; `reset_rows` clears it. Works on the state of any method. Dead
-    records count too: a row that rolled a NaN back is flagged until its window has been overwritten.
+    A non-finite value stays in its row and head for ever; `reset_rows` clears it. Works on the state of any method.
+    Dead records count too: a row that rolled a NaN back is flagged until its window has been overwritten.
     """
     rows = [
         jnp.all(jnp.isfinite(leaf.astype(jnp.float32)), axis=tuple(range(1, leaf.ndim)))
