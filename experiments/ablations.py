@@ -1,13 +1,12 @@
-"""Methods of the experiments that the library does not name: LeapQuant with single parts taken out, or an oracle put in."""
+"""Methods that the library does not name: LeapQuant with single parts taken out, or others put in."""
 
 import leapquant_jax as lq
 
-# "full" is the method as shipped at each width (rank 4 at 8 bits, 6 below; the MSE clip at 4 bits).
 ABLATIONS: dict[str, lq.LeapConfig] = {
     "window-int8+smoothing": lq.LeapConfig(bits=8, rank=0),
     "window-int8+compensators": lq.LeapConfig(bits=8, rank=4, smoothing=0),
     "leapquant-int8-svd": lq.LeapConfig(bits=8, rank=4, fit="svd"),
-    "leapquant-int8-bf16-records": lq.LeapConfig(bits=8, rank=4, record_dtype="bfloat16", compensator_dtype="bfloat16"),
+    "leapquant-int8-bf16-records": lq.LeapConfig(bits=8, record_dtype="bfloat16", compensator_dtype="bfloat16"),
     "leapquant-int8-hadamard": lq.LeapConfig(bits=8, rank=4, rotation="hadamard", clip="mse"),
     "leapquant-int4-no-clip": lq.LeapConfig(bits=4, rank=6),
     "window-fp32": lq.LeapConfig(bits=None, boundary_dtype="float32", rank=0, smoothing=0),

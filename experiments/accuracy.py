@@ -1,12 +1,13 @@
-"""What an 8-bit recurrent state costs: a hybrid model decodes held-out text and recall streams with every state method.
+"""What a low-bit recurrent state costs: a hybrid model decodes text and recall streams with every state method.
 
     python -m experiments.accuracy                              # about five minutes on two CPU cores
     python -m experiments.accuracy --num_tokens=65536 --num_streams=8 --output_dir=runs/long      # on a GPU
     python -m experiments.accuracy --methods=step-int8,window-int8,window-int8+smoothing,leapquant-int8
 
-All streams are read token by token through `qwen35.decode_step`, their state never reset, and every method is compared with
-the fp32 state (`exact`) at each token. Half of the streams are plain text; the other half has values written into it that are
-asked for up to 16,384 tokens later, far beyond what the model's attention sees, so that only the recurrent state can answer.
+All streams are read token by token through `qwen35.decode_step`, their state never reset, and every method is compared
+with the fp32 state (`exact`) at each token. Half of the streams are held-out text; the other half has values written into
+it that are asked for up to 16,384 tokens later, beyond what the model's attention sees, so that only the recurrent state
+can answer.
 
 The folder --output_dir then holds
 
@@ -15,8 +16,8 @@ The folder --output_dir then holds
     *.png           error by position, recall by age, KL by position
     run.json        the configuration, and each start of the program
 
-A killed run goes on from its last checkpoint when the same command is given again, and ends with the same numbers. A folder
-with the results of other flags is refused. Memory does not grow with --num_tokens.
+A killed run goes on from its last checkpoint when the same command is given again, and ends with the same numbers. A
+folder with the results of other flags is refused. With windowed attention, memory does not grow with --num_tokens.
 """
 
 import dataclasses
@@ -26,39 +27,53 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from absl import app, flags, logging
+from absl import app, logging
 from tqdm import tqdm
 
 import leapquant_jax as lq
-from experiments import ablations, accuracy_report, corpus, metrics, report, run_directory
+from experiments import ablations, accuracy_records, accuracy_report, corpus, metrics, report, run_directory
 from experiments.lockstep import Lockstep, Progress
 from experiments.run_directory import RunDirectory
+from experiments.settings import define_flags, from_flags, option
 from experiments.streams import Streams, make_streams
 from models import qwen35
 
-DEFAULT_MODEL = Path(__file__).resolve().parent.parent / "checkpoints" / "tiny-hybrid" / "model"
+DEFAULT_MODEL = Path(__file__).resolve().parent.parent / "checkpoints" / "tiny-hybrid"
 
-_MODEL_DIR = flags.DEFINE_string("model_dir", str(DEFAULT_MODEL), "Folder with config.json and model.safetensors.")
-_METHODS = flags.DEFINE_list(
-    "methods", ["all"], "State methods to compare with exact: all of the library's (all), or some of "
-    + ", ".join(ablations.known_methods()) + "."
-)  # fmt: skip
-_NUM_STREAMS = flags.DEFINE_integer("num_streams", 4, "Streams of each sort, text and recall.")
-_NUM_TOKENS = flags.DEFINE_integer("num_tokens", 2048, "Length of every stream; a multiple of --segment.")
-_SEGMENT = flags.DEFINE_integer("segment", 128, "Tokens that one method reads before the next one does.", lower_bound=16)
-_SEED = flags.DEFINE_integer("seed", 0, "Chooses text and tasks.")
-_TEXT_FILE = flags.DEFINE_string("text_file", None, "Text to use in place of the committed held-out text.")
-_DTYPE = flags.DEFINE_enum(
-    "dtype", "float32", ["float32", "bfloat16"],
-    "Of the model's activations and weights. In bfloat16 their own rounding hides small differences between states.",
-)  # fmt: skip
-_OUTPUT_DIR = flags.DEFINE_string("output_dir", "runs/accuracy", "Folder of this run.")
-_CHECKPOINT_SECONDS = flags.DEFINE_integer(
-    "checkpoint_seconds", 20, "Shortest time between two checkpoints; 0 saves after every segment.", lower_bound=0
-)
-_COMPILATION_CACHE = flags.DEFINE_string(
-    "compilation_cache", "runs/compilation_cache", "Where compiled programs are kept for the next start; empty: nowhere."
-)
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The flags; see `--help`."""
+
+    model_dir: str = option(str(DEFAULT_MODEL), "Folder with config.json and model.safetensors.")
+    methods: tuple[str, ...] = option(
+        ("all",),
+        "State methods to compare with exact: all of the library's (all), or some of "
+        f"{', '.join(ablations.known_methods())}.",
+    )
+    num_streams: int = option(3, "Streams of each sort, text and recall.")
+    num_tokens: int = option(1536, "Length of every stream; a multiple of --segment.")
+    segment: int = option(128, "Tokens that one method reads before the next one does.")
+    seed: int = option(0, "Chooses text and tasks.")
+    text_file: str = option("", "Text to use in place of the committed held-out text.")
+    dtype: str = option(
+        "float32",
+        "Of the model's activations and weights. In bfloat16 their own rounding hides small differences of states.",
+        choices=("float32", "bfloat16"),
+    )
+    output_dir: str = option("runs/accuracy", "Folder of this run.")
+    checkpoint_seconds: int = option(20, "Shortest time between two checkpoints; 0 saves after every segment.")
+    compilation_cache: str = option(
+        "runs/compilation_cache", "Where compiled programs are kept for the next start; empty: nowhere."
+    )
+
+    def __post_init__(self):
+        if self.segment < 16:
+            raise ValueError(f"--segment must be at least 16, got {self.segment}")
+        if self.num_tokens % self.segment:
+            raise ValueError(f"--num_tokens ({self.num_tokens}) must be a multiple of --segment ({self.segment})")
+        if self.checkpoint_seconds < 0:
+            raise ValueError(f"--checkpoint_seconds must not be negative, got {self.checkpoint_seconds}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,47 +97,45 @@ def chosen_methods(names: Sequence[str]) -> list[lq.Method]:
     return [ablations.get_method(name) for name in dict.fromkeys(["exact", *names])]
 
 
-def prepare() -> Job:
-    """Checks the flags and loads model and streams; nothing is written or compiled yet.
+def prepare(settings: Settings) -> Job:
+    """Checks the settings and loads model and streams; nothing is written or compiled yet.
 
     Raises:
       ValueError, FileNotFoundError: Whose message names the flag to change.
     """
-    methods = chosen_methods(_METHODS.value)
-    if _NUM_TOKENS.value % _SEGMENT.value:
-        raise ValueError(f"--num_tokens ({_NUM_TOKENS.value}) must be a multiple of --segment ({_SEGMENT.value})")
-    streams = make_streams(_NUM_STREAMS.value, _NUM_TOKENS.value, _SEED.value, _TEXT_FILE.value)
-    directory = Path(_MODEL_DIR.value)
+    methods = chosen_methods(settings.methods)
+    streams = make_streams(settings.num_streams, settings.num_tokens, settings.seed, settings.text_file or None)
+    directory = Path(settings.model_dir)
     if not (directory / "config.json").exists():
         raise FileNotFoundError(
             f"--model_dir {directory} holds no config.json: give the folder of a trained model, or make one with "
             "python -m experiments.train"
         )
-    config, model = qwen35.from_pretrained(directory, dtype=_DTYPE.value)
+    config, model = qwen35.from_pretrained(directory, dtype=settings.dtype)
     if config.vocab_size < corpus.VOCAB_SIZE:
         raise ValueError(
-            f"--model_dir {directory} has a vocabulary of {config.vocab_size}; the streams need the {corpus.VOCAB_SIZE} "
-            "byte tokens of experiments.corpus"
+            f"--model_dir {directory} has a vocabulary of {config.vocab_size}; the streams need the "
+            f"{corpus.VOCAB_SIZE} byte tokens of experiments.corpus"
         )
     # Products in full fp32 (no TF32), so that `exact` is exact and methods differ by their states alone.
     model = qwen35.with_config(model, dataclasses.replace(config, matmul_precision="highest"))
     run = {
-        "program": "accuracy", "model": _sha256_of_weights(directory), "dtype": _DTYPE.value,
-        "methods": [method.name for method in methods], "num_streams": _NUM_STREAMS.value,
-        "num_tokens": _NUM_TOKENS.value, "segment": _SEGMENT.value, "seed": _SEED.value, "streams": streams.sha256(),
-        "platform": jax.default_backend(),
+        "program": "accuracy", "model": _sha256_of_weights(directory), "dtype": settings.dtype,
+        "methods": [method.name for method in methods], "num_streams": settings.num_streams,
+        "num_tokens": settings.num_tokens, "segment": settings.segment, "seed": settings.seed,
+        "streams": streams.sha256(), "platform": jax.default_backend(),
     }  # fmt: skip
-    return Job(model, methods, streams, metrics.measuring_positions(_NUM_TOKENS.value, _SEGMENT.value), run)
+    return Job(model, methods, streams, metrics.measuring_positions(settings.num_tokens, settings.segment), run)
 
 
-def evaluate(job: Job, run: RunDirectory) -> tuple[Lockstep, Progress]:
+def evaluate(settings: Settings, job: Job, run: RunDirectory) -> tuple[Lockstep, Progress]:
     """Decodes what is still to be decoded, saving on the way.
 
     Raises:
       ValueError: If the newest checkpoint of `run` is damaged.
     """
-    lockstep = Lockstep(job.model, job.methods, job.streams, segment=_SEGMENT.value, measure_at=job.measure_at)
-    with run.checkpoints(minimum_seconds=_CHECKPOINT_SECONDS.value) as manager:
+    lockstep = Lockstep(job.model, job.methods, job.streams, segment=settings.segment, measure_at=job.measure_at)
+    with run.checkpoints(minimum_seconds=settings.checkpoint_seconds) as manager:
         done, progress = run_directory.restore_latest(manager, lockstep.start())
         per_segment, total = len(job.methods), lockstep.num_segments
         if done < total:
@@ -134,20 +147,40 @@ def evaluate(job: Job, run: RunDirectory) -> tuple[Lockstep, Progress]:
     return lockstep, progress
 
 
+def run(settings: Settings) -> str:
+    """The whole program; returns the tables.
+
+    Raises:
+      SystemExit: With one line that says what to change, before anything was computed or written.
+    """
+    try:
+        job = prepare(settings)
+        directory = RunDirectory.open(settings.output_dir, job.config)
+    except (ValueError, FileNotFoundError) as error:
+        raise SystemExit(f"accuracy: {error}") from error
+    lockstep, progress = evaluate(settings, job, directory)
+    records = [directory.header(), *accuracy_records.records(lockstep, progress)]
+    report.write_jsonl(directory.path / "results.jsonl", records)
+    return accuracy_report.write(directory.path)
+
+
 def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"Unexpected arguments: {argv[1:]}")
-    logging.set_verbosity(logging.WARNING)
-    if _COMPILATION_CACHE.value:
-        jax.config.update("jax_compilation_cache_dir", str(Path(_COMPILATION_CACHE.value).resolve()))
+    logging.set_verbosity(logging.ERROR)
     try:
-        job = prepare()
-        run = RunDirectory.open(_OUTPUT_DIR.value, job.config)
-    except (ValueError, FileNotFoundError) as error:
+        settings = from_flags(Settings)
+    except ValueError as error:
         raise SystemExit(f"accuracy: {error}") from error
-    lockstep, progress = evaluate(job, run)
-    report.write_jsonl(run.path / "results.jsonl", [run.header(), *accuracy_report.records(lockstep, progress)])
-    print(accuracy_report.write(run.path))
+    if settings.compilation_cache:
+        keep_compiled_programs(Path(settings.compilation_cache))
+    print(run(settings))
+
+
+def keep_compiled_programs(directory: Path) -> None:
+    """So that a run that goes on after a kill does not compile again."""
+    jax.config.update("jax_compilation_cache_dir", str(directory.resolve()))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
 def _sha256_of_weights(directory: Path) -> str:
@@ -159,4 +192,5 @@ def _sha256_of_weights(directory: Path) -> str:
 
 
 if __name__ == "__main__":
+    define_flags(Settings)
     app.run(main)

@@ -6,7 +6,7 @@ import matplotlib.pyplot as plt
 
 from experiments import plots, report
 
-# What the article measured with its own toy head (seed 002 of the project's sources): relative error after 4,096 tokens.
+# What the article (Ghana 2026, "an 8-bit recurrent state that stops rounding every token") measured with its toy head.
 ARTICLE_ERRORS = {
     (8, "each step"): "15 %", (8, "window"): "4.3 %", (8, "window + smoothing"): "3.0 %", (8, "all"): "1.0 %",
     (4, "each step"): "> 1000 %", (4, "all"): "21 %",
@@ -93,8 +93,8 @@ def _slow_table(records: list[dict]) -> str:
     lost = report.percent(records[0]["energy_lost_per_window"])
     return (
         "## 4 bits on a slow head\n\n"
-        f"Decay {records[0]['decay']} per token, 128 x 128. A window's decay removes {lost} of the energy; a fold that adds more "
-        f"makes the state grow without bound.\n\n{report.markdown_table(headers, rows)}\n"
+        f"Decay {records[0]['decay']} per token, 128 x 128. A window's decay removes {lost} of the energy; a fold that "
+        f"adds more makes the state grow without bound.\n\n{report.markdown_table(headers, rows)}\n"
     )
 
 

@@ -1,14 +1,16 @@
-"""Decoding the same tokens with several state methods, one short segment after another, each compared with `exact` at once.
+"""Decoding the same tokens with several state methods, segment after segment, each compared with `exact` at once.
 
 For every segment `exact` runs first and its logits are kept; then every other method reads the same tokens, and its
-predictions are compared token by token inside the same compiled scan. So nothing grows with the length of the streams: a run
-holds one cache per method, and one segment of logits. Every method is compiled once, ahead of the first token.
+predictions are compared token by token inside the same compiled scan. So nothing grows with the length of the streams: a
+run holds one cache per method, and one segment of logits. Every method is compiled once, ahead of the first token.
 """
 
+import concurrent.futures
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +24,7 @@ from experiments import tally as tallies
 from experiments.streams import Streams
 from experiments.tally import Tally
 from models import qwen35
+from models.recurrent import RecurrentCache
 
 
 @jax.tree_util.register_dataclass
@@ -96,12 +99,20 @@ class Progress:
     tallies: list[Tally]
 
 
+class _Programs(NamedTuple):
+    """The compiled programs of one method: `exact_segment` or `method_segment`, and `state_errors`."""
+
+    decode: Any
+    state_errors: Any
+
+
 class Lockstep:
     """Streams, methods and their compiled programs."""
 
     def __init__(
-        self, model: qwen35.Model, methods: Sequence[lq.Method], streams: Streams, *, segment: int, measure_at: list[int]
-    ):
+        self, model: qwen35.Model, methods: Sequence[lq.Method], streams: Streams, *, segment: int,
+        measure_at: list[int],
+    ):  # fmt: skip
         """Computes nothing yet.
 
         Args:
@@ -120,7 +131,8 @@ class Lockstep:
         self.config = model.config
         self.graphdef, self.params = nnx.split(model)
         self._targets = np.roll(streams.tokens, -1, axis=1)
-        self._programs: list[tuple[Any, Any]] = []
+        self._programs: list[_Programs] = []
+        self._workers = os.cpu_count() if jax.default_backend() == "cpu" else 1
 
     @property
     def num_segments(self) -> int:
@@ -141,14 +153,16 @@ class Lockstep:
         tokens = jax.ShapeDtypeStruct((len(self.streams.tokens), self.segment), jnp.int32)
         logits = jax.ShapeDtypeStruct((*tokens.shape[::-1], self.config.vocab_size), jnp.float32)
         caches = [jax.eval_shape(functools.partial(self._fresh_cache, method)) for method in self.methods]
-        self._programs = []
-        with tqdm(zip(self.methods, caches, strict=True), desc="compiling", total=len(caches), unit="method") as bar:
-            for method, cache in bar:
-                bar.set_postfix_str(method.name)
-                arguments = (self.graphdef, self.params, cache, tokens, tokens)
-                is_exact = cache is caches[0]
-                lowered = exact_segment.lower(*arguments) if is_exact else method_segment.lower(*arguments, logits)
-                self._programs.append((lowered.compile(), state_errors.lower(cache, caches[0]).compile()))
+
+        def compile_one(method: lq.Method, cache: Any) -> _Programs:
+            arguments = (self.graphdef, self.params, cache, tokens, tokens)
+            is_exact = method is self.methods[0]
+            decode = exact_segment.lower(*arguments) if is_exact else method_segment.lower(*arguments, logits)
+            return _Programs(decode.compile(), state_errors.lower(cache, caches[0]).compile())
+
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            compiled = pool.map(compile_one, self.methods, caches)
+            self._programs = list(tqdm(compiled, desc="compiling", total=len(caches), unit="method"))
 
     def run_segment(self, progress: Progress, index: int, tick: Callable[[], object] = lambda: None) -> Progress:
         """Reads one segment with every method in turn.
@@ -161,28 +175,34 @@ class Lockstep:
         start = index * self.segment
         window = slice(start, start + self.segment)
         tokens, targets = (jnp.asarray(x[:, window]) for x in (self.streams.tokens, self._targets))
-        caches, counts = list(progress.caches), list(progress.tallies)
-        logits = None
-        for i, (program, measure) in enumerate(self._programs):
-            if i == 0:
-                caches[0], logits, metrics = program(self.params, caches[0], tokens, targets)
-            else:
-                caches[i], metrics = program(self.params, caches[i], tokens, targets, logits)
+        answers, num_tokens = self.streams.answers, self.streams.tokens.shape[1]
+        (exact, *programs), (exact_cache, *caches) = self._programs, progress.caches
+        exact_cache, logits, exact_metrics = exact.decode(self.params, exact_cache, tokens, targets)
+
+        def finish(program: _Programs, cache: qwen35.Cache, metrics: TokenMetrics, count: Tally) -> Tally:
             seen = {field: np.asarray(value).T for field, value in vars(metrics).items()}
-            counts[i] = tallies.add_segment(
-                counts[i], start, **seen, answers=self.streams.answers, num_tokens=self.streams.tokens.shape[1]
-            )
+            count = tallies.add_segment(count, start, **seen, answers=answers, num_tokens=num_tokens)
             if window.stop in self.measure_at:
-                errors = np.asarray(measure(caches[i], caches[0]))
-                counts[i] = tallies.add_state_errors(counts[i], self.measure_at.index(window.stop), errors)
+                errors = np.asarray(program.state_errors(cache, exact_cache))
+                count = tallies.add_state_errors(count, self.measure_at.index(window.stop), errors)
             tick()
-        return Progress(caches, counts)
+            return count
+
+        def run_method(program: _Programs, cache: qwen35.Cache, count: Tally) -> tuple[qwen35.Cache, Tally]:
+            cache, metrics = program.decode(self.params, cache, tokens, targets, logits)
+            return cache, finish(program, cache, metrics, count)
+
+        first = finish(exact, exact_cache, exact_metrics, progress.tallies[0])
+        # The methods do not depend on each other, and small programs do not fill two cores by themselves.
+        with concurrent.futures.ThreadPoolExecutor(self._workers) as pool:
+            rest = list(pool.map(run_method, programs, caches, progress.tallies[1:]))
+        return Progress([exact_cache, *(cache for cache, _ in rest)], [first, *(count for _, count in rest)])
 
     def state_bytes(self, progress: Progress) -> list[dict[str, float]]:
         """Bytes per state element of each method: at rest, active, and held by the live arrays (which must agree)."""
         result = []
         for cache in progress.caches:
-            layers = [layer for layer in cache.layers if hasattr(layer, "recurrent")]
+            layers = [layer for layer in cache.layers if isinstance(layer, RecurrentCache)]
             parts = [layer.method.state_bytes(layer.recurrent) for layer in layers]
             live = sum(leaf.nbytes for layer in layers for leaf in jax.tree.leaves(layer.recurrent))
             config = self.config

@@ -5,7 +5,6 @@ import warnings
 from collections.abc import Iterator
 
 import numpy as np
-from scipy import stats
 
 
 def octave(values: np.ndarray) -> np.ndarray:
@@ -26,6 +25,8 @@ def bootstrap_interval(per_stream: np.ndarray, *, confidence: float = 0.95, seed
     Returns:
       (low, high); (nan, nan) for fewer than two streams or non-finite numbers.
     """
+    from scipy import stats  # here, because its import takes longer than anything else at the start of a run
+
     per_stream = np.asarray(per_stream, np.float64)
     if len(per_stream) < 2 or not np.isfinite(per_stream).all():
         return math.nan, math.nan
@@ -61,15 +62,11 @@ def bad_heads(errors: np.ndarray, *, factor: float = 5.0, floor: float = 0.01) -
 
 
 def measuring_positions(num_tokens: int, segment: int) -> list[int]:
-    """Ends of segments at which states are compared: all of the first eight, then four per octave, 1K, 4K, 16K, the last.
+    """Ends of segments at which states are compared: the first eight, four per octave, powers of two, and the last.
 
     So the number of points grows with the logarithm of the stream's length.
     """
     ends = range(segment, num_tokens + 1, segment)
     named = {1 << i for i in range(10, 40)} | {num_tokens}
     quarter = [math.floor(4 * math.log2(end)) for end in (segment, *ends)]
-    return [
-        end
-        for i, end in enumerate(ends)
-        if end <= 8 * segment or end in named or quarter[i + 1] > quarter[i]
-    ]
+    return [end for i, end in enumerate(ends) if end <= 8 * segment or end in named or quarter[i + 1] > quarter[i]]

@@ -1,4 +1,4 @@
-"""One look for all figures: colours that the colour-blind can tell apart, and a line style of its own for each family."""
+"""One look for all figures: colours that the colour-blind can tell apart, and a line style for each family."""
 
 from pathlib import Path
 from typing import Any
@@ -14,16 +14,17 @@ from matplotlib.ticker import FuncFormatter
 BLACK, ORANGE, SKY, GREEN, BLUE, VERMILION, PURPLE = (
     "#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7",
 )  # fmt: skip
-MARKERS = "osD^vPX*<>h"
 
 plt.rcParams.update(
     {
         "axes.grid": True, "axes.spines.right": False, "axes.spines.top": False, "figure.dpi": 110, "font.size": 10,
-        "grid.alpha": 0.3, "legend.frameon": False, "lines.linewidth": 1.6, "lines.markersize": 4, "savefig.bbox": "tight",
+        "grid.alpha": 0.3, "legend.frameon": False, "lines.linewidth": 1.6, "savefig.bbox": "tight",
     }
 )  # fmt: skip
 
-_BY_WIDTH = {"fp32": BLACK, "bf16": ORANGE, "fp16": SKY, "fp8": PURPLE, "int8": BLUE, "int6": GREEN, "int4": VERMILION}
+_BY_WIDTH = {
+    "fp32": BLACK, "bf16": ORANGE, "fp16": SKY, "fp8": PURPLE, "int8": BLUE, "int6": GREEN, "int4": VERMILION,
+}  # fmt: skip
 _BY_FAMILY = {"step": (0, (1, 1.2)), "window": (0, (5, 1.5)), "leapquant": "solid", "exact": "solid"}
 
 

@@ -33,7 +33,7 @@ def read_jsonl(path: Path) -> list[dict]:
 
 
 def plain(value: Any) -> Any:
-    """NumPy scalars and arrays as Python's own, and non-finite floats as "nan", "inf", "-inf": JSON has no word for them."""
+    """NumPy values as Python's own, and non-finite floats as "nan", "inf", "-inf": JSON has no word for them."""
     if isinstance(value, Mapping):
         return {str(name): plain(item) for name, item in value.items()}
     if isinstance(value, np.ndarray | np.generic):

@@ -1,13 +1,13 @@
 """The folder of one run: what was run, on what, and the checkpoints from which a killed run goes on.
 
-    run = RunDirectory.open("runs/accuracy", config)     # a new folder, or the same run again; anything else is refused
+    run = RunDirectory.open("runs/accuracy", config)     # a new folder, or the same run again; else ValueError
     with run.checkpoints(minimum_seconds=20) as manager:
         done, tree = restore_latest(manager, template)
         ...
         save(manager, done, tree)
 
-`run.json` holds the configuration and, for every start of the program, the exact command, versions and device. A folder whose
-configuration differs, or that holds files of something else, is never touched.
+`run.json` holds the configuration and, for every start of the program, the exact command, versions and device. A folder
+whose configuration differs, or that holds files of something else, is never touched.
 """
 
 import dataclasses
@@ -83,11 +83,11 @@ class RunDirectory:
           The folder, with this start entered in `run.json`.
 
         Raises:
-          ValueError: If the folder belongs to another run or to something else; the message names the differences and the
-            fix. Nothing in it is changed.
+          ValueError: If the folder belongs to another run or to something else; the message names the differences
+            and the fix. Nothing in it is changed.
         """
         path = Path(path)
-        config = json.loads(json.dumps(report.plain({"schema": _SCHEMA, **config})))
+        wanted: dict[str, Any] = json.loads(json.dumps(report.plain({"schema": _SCHEMA, **config})))
         if path.exists() and not path.is_dir():
             raise ValueError(f"{path} is a file: give --output_dir a folder")
         file = path / _RUN_FILE
@@ -98,27 +98,27 @@ class RunDirectory:
                 stored_config, sessions = stored["config"], stored["sessions"]
             except (json.JSONDecodeError, KeyError, TypeError) as error:
                 raise ValueError(f"{file} does not describe a run of ours: choose another --output_dir") from error
-            if stored_config != config:
+            if stored_config != wanted:
                 raise ValueError(
-                    f"{path} holds another run, which differs in {_differences(stored_config, config)}. Nothing was "
-                    "changed: choose another --output_dir, delete the folder, or repeat the flags of that run to go on with it"
+                    f"{path} holds another run, which differs in {_differences(stored_config, wanted)}. Nothing was "
+                    "changed: choose another --output_dir, delete the folder, or go on with that run by its own flags"
                 )
         elif path.is_dir() and any(path.iterdir()):
             raise ValueError(
-                f"{path} is not empty and has no {_RUN_FILE}, so it is no run of ours. Nothing was changed: choose another "
-                "--output_dir"
+                f"{path} is not empty and has no {_RUN_FILE}, so it is no run of ours. Nothing was changed: choose "
+                "another --output_dir"
             )
         path.mkdir(parents=True, exist_ok=True)
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        run = cls(path, config, [*sessions, {"command": command(), "started": now, **environment()}])
+        run = cls(path, wanted, [*sessions, {"command": command(), "started": now, **environment()}])
         report.write_json(file, {"config": run.config, "sessions": run.sessions})
         return run
 
     def checkpoints(self, *, minimum_seconds: float) -> ocp.CheckpointManager:
         """A manager of this run's checkpoints that keeps the newest two and saves at most every `minimum_seconds`.
 
-        What a kill in the middle of a save leaves behind carries a temporary name: it is never taken for a checkpoint, and
-        removed here.
+        What a kill in the middle of a save leaves behind carries a temporary name: it is never taken for a
+        checkpoint, and removed here.
         """
         options = ocp.CheckpointManagerOptions(
             max_to_keep=2,
@@ -153,8 +153,8 @@ def restore_latest(manager: ocp.CheckpointManager, template: Any) -> tuple[int, 
 
     Args:
       manager: From `RunDirectory.checkpoints`.
-      template: A tree of arrays as saved: gives types, shapes, dtypes and placement. It also is the answer when there is no
-        checkpoint yet.
+      template: A tree of arrays as saved: gives types, shapes, dtypes and placement. It also is the answer when there
+        is no checkpoint yet.
 
     Returns:
       (items done, tree).
@@ -173,8 +173,8 @@ def restore_latest(manager: ocp.CheckpointManager, template: Any) -> tuple[int, 
         )
     except Exception as error:  # orbax raises a different type for each way in which files can be damaged
         raise ValueError(
-            f"checkpoint {manager.directory / str(latest)} cannot be read ({type(error).__name__}): delete that folder to go "
-            "on from the one before it"
+            f"checkpoint {manager.directory / str(latest)} cannot be read ({type(error).__name__}): delete that folder to "
+            "go on from the one before it"
         ) from error
     return restored["cursor"]["done"], restored["state"]
 

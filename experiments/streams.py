@@ -35,9 +35,7 @@ class Streams:
         return hashlib.sha256(np.ascontiguousarray(self.tokens, np.int32).tobytes()).hexdigest()
 
 
-def make_streams(
-    num_streams: int, num_tokens: int, seed: int, text_file: str | os.PathLike | None = None
-) -> Streams:
+def make_streams(num_streams: int, num_tokens: int, seed: int, text_file: str | os.PathLike | None = None) -> Streams:
     """Makes `num_streams` text streams and as many recall streams.
 
     Args:

@@ -1,7 +1,7 @@
-"""What a run remembers of the tokens it has seen: sums per stream, one bit per answer, and state errors at a few positions.
+"""What a run remembers of the tokens it has seen: sums per stream, one bit per answer, state errors at some positions.
 
-A tally is a pytree of NumPy arrays, so it is saved together with the caches and cannot disagree with them. `add_segment` is
-pure. Sums are float64 and kept per stream and octave of position: their order of addition depends on nothing but the tokens.
+A tally is a pytree of NumPy arrays, so it is saved together with the caches and cannot disagree with them. `add_segment`
+is pure. Sums are float64, per stream and octave of position, and added in the same order however often a run is killed.
 """
 
 import dataclasses

@@ -1,8 +1,8 @@
 """Synthetic tokens for one recurrent head: the article's toy, and heads of a known character.
 
-The article gives its generator in words: a 32 x 32 state, L2-normalised keys with two biased channels and four wide ones, two
-large biased value channels, decays just under 1, write strengths of 0.05 to 0.15, 4,096 steps. How large, wide and slow is our
-choice. The numbers of `ToyHead` were tuned once, by hand, until all of the article's figures came out together.
+The article gives its generator in words: a 32 x 32 state, L2-normalised keys with two biased channels and four wide
+ones, two large biased value channels, decays just under 1, write strengths of 0.05 to 0.15, 4,096 steps. How large, wide
+and slow is our choice: the numbers of `ToyHead` were tuned once, by hand, until the article's figures came out together.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from jax import Array
 
 
 class Tokens(NamedTuple):
-    """Inputs of `method.decode` for B heads, each its own row of the batch: q, k [B, T, 1, K], v [B, T, 1, V], g, beta [B, T, 1]."""
+    """Inputs of `method.decode`; every head is a row of the batch: q, k [B, T, 1, K], v [B, T, 1, V], g, beta [B, T, 1]."""
 
     q: Array
     k: Array
@@ -31,7 +31,7 @@ class ToyHead:
       key_dim, value_dim: K, V.
       biased_keys, key_bias: The first channels of every key get this mean; the others have mean 0.
       wide_keys, key_width: The next channels have this standard deviation; the others 1. Keys are then normalised.
-      biased_values, value_bias: The first channels of every value get this mean, the others have mean 0; all have deviation 1.
+      biased_values, value_bias: The first channels of every value get this mean; all have standard deviation 1.
       decay: Decays are uniform in this range, drawn anew for each token.
       write: So are write strengths.
     """
@@ -74,9 +74,9 @@ HEAD_KINDS = ("slow", "fast", "low-rank", "full-rank")
 def heads(length: int, seed: int, *, key_dim: int = 128, value_dim: int = 128, rank: int = 6) -> Tokens:
     """One head of each of `HEAD_KINDS`, as the rows of one batch.
 
-    slow: decay 0.9999, keys and values with a few strong directions. fast: decay 0.9. low-rank: keys and values from
-    subspaces of dimension `rank`, so the state has that rank (more than four compensators hold). full-rank: white keys and
-    values. The last two decay by 0.999.
+    slow: decay 0.9999, keys and values with a few strong directions. fast: the same with decay 0.9. low-rank: keys and
+    values from subspaces of dimension `rank`, so the state has that rank, more than four compensators hold. full-rank:
+    white keys and values. The last two decay by 0.999.
     """
     rng = np.random.default_rng([seed, 77])
     spectrum = 1.0 / np.sqrt(1 + np.arange(key_dim))  # of the slow and fast heads' keys
@@ -95,8 +95,10 @@ def heads(length: int, seed: int, *, key_dim: int = 128, value_dim: int = 128, r
     return _as_tokens(*(np.stack(column) for column in zip(*columns, strict=True)))
 
 
-def slow_head(seeds: int, length: int, seed: int, *, decay: float = 0.9999, key_dim: int = 128, value_dim: int = 128) -> Tokens:
-    """White keys and values, weak writes and one fixed decay: the head on which rounding noise can outgrow forgetting."""
+def slow_head(
+    seeds: int, length: int, seed: int, *, decay: float = 0.9999, key_dim: int = 128, value_dim: int = 128
+) -> Tokens:
+    """White keys and values, weak writes, one fixed decay: a head on which rounding noise can outgrow forgetting."""
     rng = np.random.default_rng([seed, 78])
     return _as_tokens(
         rng.standard_normal((seeds, length, key_dim)),

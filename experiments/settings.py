@@ -1,0 +1,60 @@
+"""A program's options as one frozen dataclass, from whose fields its absl flags are made when it is the main program.
+
+    @dataclasses.dataclass(frozen=True)
+    class Settings:
+        num_tokens: int = option(2048, "Length of every stream.")
+
+    def main(argv): settings = from_flags(Settings) ...
+
+    if __name__ == "__main__":
+        define_flags(Settings)
+        app.run(main)
+
+So an import defines no flags, programs may use the same flag names, and tests pass a dataclass.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from absl import flags
+
+flags.disclaim_key_flags()  # --help shows the flags below as those of the main module
+
+
+def option(default: Any, help: str, *, choices: Sequence[str] = ()) -> Any:
+    """A field of a settings dataclass.
+
+    Args:
+      default: An int, float, str, or tuple of str (a comma-separated flag); says what type the flag has.
+      help: One line.
+      choices: Allowed values of a str.
+    """
+    return dataclasses.field(default=default, metadata={"help": help, "choices": tuple(choices)})
+
+
+def define_flags(settings: type) -> None:
+    """Defines one absl flag per field of `settings`."""
+    for field in dataclasses.fields(settings):
+        name, text, choices = field.name, field.metadata["help"], field.metadata["choices"]
+        default: Any = field.default
+        if choices:
+            flags.DEFINE_enum(name, default, choices, text)
+        elif isinstance(default, tuple):
+            flags.DEFINE_list(name, list(default), text)
+        elif isinstance(default, int):
+            flags.DEFINE_integer(name, default, text)
+        elif isinstance(default, float):
+            flags.DEFINE_float(name, default, text)
+        else:
+            flags.DEFINE_string(name, default, text)
+
+
+def from_flags[S](settings: type[S]) -> S:
+    """The settings that the command line asks for.
+
+    Raises:
+      ValueError: What the dataclass itself refuses.
+    """
+    values = {field.name: flags.FLAGS[field.name].value for field in dataclasses.fields(settings)}  # pyright: ignore
+    return settings(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})

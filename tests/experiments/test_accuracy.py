@@ -1,0 +1,251 @@
+"""The accuracy experiment: what it counts, that a kill loses and repeats nothing (B17), what bad input does."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from experiments import accuracy, accuracy_report, lockstep, metrics, report, streams, tally, tasks
+from experiments.run_directory import RunDirectory
+from models import qwen35
+
+ROOT = Path(__file__).resolve().parents[2]
+METHODS = ("step-int8", "leapquant-int8")
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    """A random hybrid of one recurrent and one windowed attention layer."""
+    config = qwen35.Config(
+        vocab_size=264, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=16,
+        linear_value_head_dim=8, layer_types=("linear_attention", "full_attention"), attention_window=32,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    directory = tmp_path_factory.mktemp("model")
+    qwen35.save_pretrained(config, qwen35.from_config(config, jax.random.key(0)), directory)
+    return directory
+
+
+@pytest.fixture
+def settings(model_dir, tmp_path):
+    return accuracy.Settings(
+        model_dir=str(model_dir), methods=METHODS, num_streams=2, num_tokens=512, segment=32,
+        output_dir=str(tmp_path / "run"), checkpoint_seconds=0,
+    )  # fmt: skip
+
+
+def numbers(directory):
+    """All results of a run, without its first line, which has the commands and times."""
+    return report.read_jsonl(directory / "results.jsonl")[1:]
+
+
+@pytest.fixture
+def programs(tmp_path):
+    """Compiled programs are shared with the programs that this test starts."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    accuracy.keep_compiled_programs(tmp_path / "programs")
+    compilation_cache.reset_cache()
+    yield tmp_path / "programs"
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+def test_a_killed_run_ends_with_the_numbers_of_an_unkilled_one(settings, programs, tmp_path):
+    """B17: SIGKILL inside a save and at a random moment; the third start finishes. Every number is the same."""
+    job = accuracy.prepare(settings)
+    accuracy.run(settings)
+    whole = Path(settings.output_dir)
+
+    killed = tmp_path / "killed"
+    command = [
+        sys.executable, "-m", "experiments.accuracy", f"--model_dir={settings.model_dir}",
+        f"--methods={','.join(METHODS)}", "--num_streams=2", "--num_tokens=512", "--segment=32",
+        "--checkpoint_seconds=0", f"--output_dir={killed}", f"--compilation_cache={programs}",
+    ]  # fmt: skip
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+
+    def start() -> subprocess.Popen:
+        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    def wait_for(process: subprocess.Popen, happened) -> None:
+        deadline = time.monotonic() + 300
+        while not happened():
+            assert process.poll() is None, process.communicate()[1].decode()[-2000:]
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+
+    def steps() -> list[int]:
+        return sorted(int(p.name) for p in (killed / "checkpoints").glob("*") if p.name.isdigit())
+
+    def saving() -> bool:
+        return bool(steps()) and any("tmp" in p.name for p in (killed / "checkpoints").glob("*"))
+
+    for moment in ("inside a save", "at random"):
+        process = start()
+        before = max(steps(), default=0)
+        wait_for(process, lambda before=before: max(steps(), default=0) > before)
+        if moment == "inside a save":
+            wait_for(process, saving)
+        else:
+            time.sleep(random.random())
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL, "the run ended before it could be killed: give it more tokens"
+        process.communicate()
+        assert not (killed / "results.jsonl").exists()
+
+    process = start()
+    output, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors.decode()[-2000:]
+    assert "leapquant-int8" in output.decode()
+    assert numbers(killed) == numbers(whole)
+    assert len(RunDirectory.open(killed, job.config).sessions) == 4  # this one included
+
+    # A finished run is only reported again.
+    before = numbers(whole)
+    accuracy.run(settings)
+    assert numbers(whole) == before
+    check_records(whole)
+
+
+def check_records(directory):
+    """Every measure is there for every method, and live arrays are the bytes that are claimed (A29, A30, A36)."""
+    results = accuracy_report.Results(report.read_jsonl(directory / "results.jsonl"))
+    assert results.methods == ["exact", *METHODS]
+    for name in results.methods:
+        size = results.one("bytes_per_element", name)
+        assert size["live"] == size["total"] >= size["at_rest"]
+        last = results.find("state_error", name)[-1]
+        assert last["position"] == 512 and {"mean", "median", "worst_layer", "worst_head"} <= set(last)
+        by_layer = results.find("state_error_by_layer", name)
+        assert [r["layer"] for r in by_layer] == [0] and {"median", "worst_head", "worst"} <= set(by_layer[0])
+        for group in (streams.TEXT, streams.RECALL):
+            assert results.one("quality", name, group=group)["tokens"] == 2 * 511
+        assert results.find("recall_by_age", name) and results.find("recall", name, beyond_window=True)
+    exact, step, leap = (results.find("state_error", name)[-1]["mean"] for name in results.methods)
+    assert exact == 0 < leap < step
+    quality = results.one("quality", "exact", group=streams.TEXT)
+    assert quality["nll_difference"] == 0 and quality["top1_agreement"] == 1 and quality["kl"] == 0
+
+    text = accuracy_report.write(directory)
+    assert text == (directory / "table.md").read_text() and "leapquant-int8" in text
+    assert all((directory / f"{name}.png").stat().st_size for name in ("error_by_position", "recall_by_age"))
+
+
+@pytest.mark.parametrize("segment", [16, 48, 512])
+def test_tally_does_not_depend_on_the_segments(segment):
+    """NLL, agreement and answers are those of the whole streams at once, also for an answer across two segments."""
+    rng = np.random.default_rng(0)
+    recall = tasks.recall_streams(3, 528, seed=1)
+    num_tokens = 528 // segment * segment
+    keep = recall.answers.position + recall.answers.length <= num_tokens
+    answers = tasks.Answers(**{name: value[keep] for name, value in vars(recall.answers).items()})
+    target = np.roll(recall.tokens, -1, axis=1)
+    # Right for about two thirds of the tokens, so that half-right answers occur.
+    predicted = np.where(rng.random(target.shape) < 0.67, target, 0)
+    nll, kl = rng.random((2, *target.shape), np.float32)
+    agrees = rng.random(target.shape) < 0.98
+
+    count = tally.empty_tally(
+        num_streams=3, num_tokens=num_tokens, num_answers=len(answers), num_positions=1, num_layers=1, num_heads=1
+    )
+    for start in range(0, num_tokens, segment):
+        at = slice(start, start + segment)
+        count = tally.add_segment(
+            count, start, nll=nll[:, at], kl=kl[:, at], right=(predicted == target)[:, at], agrees=agrees[:, at],
+            answers=answers, num_tokens=num_tokens,
+        )  # fmt: skip
+    graded = tasks.grade(recall, np.roll(predicted, 1, axis=1))[keep]
+    np.testing.assert_array_equal(count.answers_right, graded)
+    assert graded.any() and not graded.all()
+    for sums, values in ((count.nll, nll), (count.kl, kl)):
+        whole = values[:, : num_tokens - 1].sum(axis=1, dtype=np.float64)
+        np.testing.assert_allclose(sums.sum(axis=1), whole, rtol=1e-6)
+    np.testing.assert_array_equal(count.agreements.sum(axis=1), agrees[:, : num_tokens - 1].sum(axis=1))
+    assert tally.tokens_per_octave(num_tokens).sum() == num_tokens - 1
+    np.testing.assert_array_equal(count.divergence, 1 + np.argmin(agrees[:, : num_tokens - 1], axis=1))
+
+
+def test_token_metrics():
+    rng = np.random.default_rng(0)
+    logits, reference = rng.normal(size=(2, 5, 3, 7)).astype(np.float32)
+    targets = rng.integers(0, 7, (5, 3)).astype(np.int32)
+    found = lockstep.compare(jnp.asarray(logits), jnp.asarray(reference), jnp.asarray(targets))
+    log_p, log_r = (x - np.log(np.exp(x.astype(np.float64)).sum(-1, keepdims=True)) for x in (logits, reference))
+    np.testing.assert_allclose(found.nll, -np.take_along_axis(log_p, targets[..., None], -1)[..., 0], rtol=1e-5)
+    np.testing.assert_allclose(found.kl, (np.exp(log_r) * (log_r - log_p)).sum(-1), rtol=1e-4)
+    np.testing.assert_array_equal(found.right, logits.argmax(-1) == targets)
+    np.testing.assert_array_equal(found.agrees, logits.argmax(-1) == reference.argmax(-1))
+
+
+def test_one_bad_head_of_768_is_flagged():
+    """A36: the mean of a layer hides it, the report must not."""
+    errors = np.random.default_rng(0).uniform(0.005, 0.02, (24, 32))
+    assert not list(metrics.bad_heads(errors))
+    errors[17, 5] = 0.15
+    assert abs(errors[17].mean() - 0.0125) < 0.006  # the layer's mean moves by a few tenths of a per cent
+    ((layer, head, times),) = metrics.bad_heads(errors)
+    assert (layer, head) == (17, 5) and times > 5
+    errors[3, 1] = np.nan
+    assert [(layer, head) for layer, head, _ in metrics.bad_heads(errors)] == [(3, 1), (17, 5)]
+
+
+def test_measured_positions_grow_with_the_logarithm():
+    short, long = (metrics.measuring_positions(n, 128) for n in (2048, 65536))
+    assert {1024, 4096, 16384, 65536} <= set(long) and 2048 in short
+    assert len(long) < len(short) + 4 * 5 + 3
+
+
+def test_bootstrap_interval():
+    rng = np.random.default_rng(0)
+    low, high = metrics.bootstrap_interval(rng.normal(1.0, 0.1, 32))
+    assert 0.9 < low < 1.0 < high < 1.1
+    assert metrics.bootstrap_interval(np.zeros(4)) == (0.0, 0.0)
+    assert all(np.isnan(metrics.bootstrap_interval(np.ones(1))))
+
+
+def check_refused(match, **changes):
+    with pytest.raises((ValueError, FileNotFoundError), match=match):
+        accuracy.prepare(accuracy.Settings(**changes))
+
+
+def test_bad_input_is_refused_before_any_work(model_dir, tmp_path):
+    good = {"model_dir": str(model_dir), "output_dir": str(tmp_path / "run"), "num_tokens": 512}
+    check_refused("--num_tokens must be at least 256, got 0", **good | {"num_tokens": 0})
+    check_refused("multiple of --segment", **good | {"num_tokens": 500})
+    check_refused("--num_streams must be at least 1", **good | {"num_streams": 0})
+    check_refused("unknown method 'int8': choose from exact", **good | {"methods": ("int8",)})
+    check_refused("--model_dir .* holds no config.json", **good | {"model_dir": str(tmp_path)})
+    empty = tmp_path / "empty.txt"
+    empty.write_text("")
+    check_refused("--text_file .* too short", **good | {"text_file": str(empty)})
+    check_refused("--text_file .* does not exist", **good | {"text_file": str(tmp_path / "none.txt")})
+
+    truncated = tmp_path / "truncated"
+    truncated.mkdir()
+    (truncated / "config.json").write_bytes((model_dir / "config.json").read_bytes())
+    check_refused("missing checkpoint files", **good | {"model_dir": str(truncated)})
+    weights = (model_dir / "model.safetensors").read_bytes()
+    (truncated / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    check_refused("not a complete safetensors file", **good | {"model_dir": str(truncated)})
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_runs_folder_stops_the_program(settings):
+    job = accuracy.prepare(settings)
+    RunDirectory.open(settings.output_dir, {**job.config, "num_tokens": 1024})
+    before = {file: file.read_bytes() for file in Path(settings.output_dir).iterdir()}
+    with pytest.raises(SystemExit, match=r"^accuracy: .* holds another run, which differs in num_tokens"):
+        accuracy.run(settings)
+    assert {file: file.read_bytes() for file in Path(settings.output_dir).iterdir()} == before
