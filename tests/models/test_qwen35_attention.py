@@ -94,7 +94,7 @@ def test_window_cache_stays_small_and_never_fills(small):
     model = qwen35.with_config(small.model, config)
     cache = qwen35.init_cache(config, batch=1)
     assert cache.layers[1].keys.shape[2] == 16
-    tokens = random_tokens(2, 1, 96, 320)
+    tokens = random_tokens(2, 1, 60, 320)
     whole, _ = qwen35.prefill(model, tokens, cache)
     first, cache = qwen35.prefill(model, tokens[:, :40], cache)
     rest, cache = decode(model, tokens[:, 40:], cache)
