@@ -108,7 +108,8 @@ def recall_streams(
         num_tokens: T, at least 256.
         seed: Chooses text and tasks. Stream n depends on (seed, n) and on the text only.
         text: uint8 [bytes] to weave the tasks into; the committed held-out text by default.
-        mix: The share of each kind in the synthetic tokens; kinds left out do not occur. by default 40 % registers, 30 % overwritten, 10 % each of the rest.
+        mix: The share of each kind in the synthetic tokens; kinds left out do not occur.
+            By default 40 % registers, 30 % overwritten, 10 % each of the rest.
         synthetic_share: The share of commands in all tokens, 0 < share <= 0.8.
         min_age: Youngest age asked for.
         max_age: Oldest. Ages are log-uniform in between; the true age is a little larger (a command waits for the end of
@@ -238,16 +239,16 @@ class _Weaver:
         self.synthetic += len(self.out) - before
         return True
 
-    def _register(self, key: str | None = None) -> None:
-        if key is None:
-            key = self.fresh_keys.pop()
-            self._set(key)
-            self._later("register", (key,))
-        else:
+    def _register(self, key: str = "") -> None:
+        if key:
             self._get("register", key)
+            return
+        key = self.fresh_keys.pop()
+        self._set(key)
+        self._later("register", (key,))
 
-    def _overwritten(self, key: str | None = None, writes_left: int = 0) -> None:
-        if key is None:
+    def _overwritten(self, key: str = "", writes_left: int = 0) -> None:
+        if not key:
             key = self.hot_keys.pop(self._integer(len(self.hot_keys)))
             # A key that was used before is overwritten by one write; a new one needs two.
             writes_left = 1 + self._integer(3) + (key not in self.written)

@@ -153,24 +153,25 @@ class _Row:
         # The first streams are cut short at different places, or all rows would start over together for ever.
         longest = plan.max_stream // plan.segment
         self.length = 1 + int(np.random.default_rng([plan.seed, index]).integers(longest))
-        self.tokens = self.age = None  # of the current stream, once it is generated
+        self.stream: tuple[np.ndarray, np.ndarray] | None = None  # tokens and ages of the current one, once generated
         while self.start + self.length <= step:
             self._next_stream()
 
     def advance(self, step: int) -> tuple[np.ndarray, np.ndarray, np.bool_]:
         if self.start + self.length <= step:
             self._next_stream()
-        if self.tokens is None:
-            self.tokens, self.age = self._generate()
+        if self.stream is None:
+            self.stream = self._generate()
+        tokens, age = self.stream
         offset = (step - self.start) * self.plan.segment
         window = slice(offset, offset + self.plan.segment + 1)
-        return self.tokens[window], self.age[window], np.bool_(offset == 0)
+        return tokens[window], age[window], np.bool_(offset == 0)
 
     def _next_stream(self) -> None:
         self.start += self.length
         self.count += 1
         self.length = self.plan.segments_of_stream(self.start)
-        self.tokens = self.age = None
+        self.stream = None
 
     def _generate(self) -> tuple[np.ndarray, np.ndarray]:
         seed = int(np.random.SeedSequence([self.plan.seed, self.index, self.count]).generate_state(1)[0])

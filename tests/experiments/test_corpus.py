@@ -42,7 +42,7 @@ def test_about_one_file_in_twenty_is_held_out():
 
 
 def test_a_changed_or_missing_corpus_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="python -m experiments.corpus"):
+    with pytest.raises(ValueError, match=r"python -m experiments.corpus"):
         corpus.load_training_text(tmp_path)
     (tmp_path / "manifest.json").write_text('{"train": {"sha256": "0"}}')
     (tmp_path / "train.bin").write_bytes(b"text")
