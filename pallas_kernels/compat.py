@@ -10,7 +10,9 @@ from typing import Any
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 
+from pallas_kernels.lanes.emulator import emulate
 from pallas_kernels.lanes.mosaic import MosaicLanes
 
 WARPGROUP = 128  # threads
@@ -27,6 +29,7 @@ def launch(
     inputs: Sequence[jax.Array],
     updates: Sequence[jax.Array],
     outputs: Sequence[jax.ShapeDtypeStruct] = (),
+    interpret: bool = False,
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """Runs `program(lanes, *inputs, *updates, *outputs)` once per worker.
 
@@ -36,18 +39,26 @@ def launch(
       blocks: size of the grid; one dimension, so up to 2^31 - 1.
       workers_per_block: workers that share a block. ptxas gives each thread at most 65,536 / (threads of the block)
         registers, and this is the only way to tell it: Mosaic sets no register limit.
-      threads: per worker, a multiple of 128.
+      threads: per worker, whole warps; those of a block must be a multiple of 128.
       shared_bytes: of scratch shared memory, per worker.
       inputs: arrays that are only read.
       updates: arrays changed in place. XLA copies one first unless its buffer may be reused (donated, or carried by a
         loop).
       outputs: shapes of new arrays; the program must write every element.
+      interpret: run the same program on NumPy instead, slowly and not under jit (see `lanes.emulator`).
 
     Returns:
       (updated arrays, new arrays).
     """
-    if threads % WARPGROUP:
-        raise ValueError(f"threads must be a multiple of {WARPGROUP}, got {threads}")
+    if threads * workers_per_block % WARPGROUP:
+        raise ValueError(f"threads of a block must be a multiple of {WARPGROUP}, got {threads} x {workers_per_block}")
+    shared_bytes = -(-shared_bytes // 16) * 16
+    if interpret:
+        memory = [np.array(x) for x in (*inputs, *updates)] + [np.full(x.shape, np.nan, x.dtype) for x in outputs]
+        emulate(program, memory, workers=blocks * workers_per_block, threads=threads, shared_bytes=shared_bytes)
+        changed = [jnp.asarray(x) for x in memory[len(inputs) :]]
+        return changed[: len(updates)], changed[len(updates) :]
+
     arrays = len(inputs) + len(updates) + len(outputs)
 
     def body(*refs: Any) -> None:
@@ -59,8 +70,7 @@ def launch(
         run(*refs)
 
     body.__name__ = name
-    shared_bytes = -(-shared_bytes // 16) * 16
-    groups = threads // WARPGROUP * workers_per_block
+    groups = threads * workers_per_block // WARPGROUP
     kernel = plgpu.kernel(
         body,
         out_type=tuple(outputs),

@@ -15,7 +15,7 @@ from pallas_kernels.tuning import Launch, choose_launch
 
 def append(
     config: LeapConfig, state: LeapState, q: Array, k: Array, v: Array, g: Array, beta: Array,
-    active: Array | None = None, *, tuning: Launch | None = None,
+    active: Array | None = None, *, tuning: Launch | None = None, interpret: bool = False,
 ) -> tuple[LeapState, Array]:  # fmt: skip
     """Appends one record to every active row and reads the output after the write; never folds.
 
@@ -27,6 +27,7 @@ def append(
       active: bool [B], or None for all. A row that is inactive, or whose position is not in [0, P), stays as it is and
         outputs 0.
       tuning: launch parameters; None takes them from the table.
+      interpret: run the kernel's program on NumPy, outside of jit: for tests without a GPU.
 
     Returns:
       (state, output [B, H, V] fp32).
@@ -37,12 +38,12 @@ def append(
     if not (q.dtype == k.dtype and q.dtype in (jnp.float32, jnp.bfloat16)):
         q, k = q.astype(jnp.float32), k.astype(jnp.float32)
     v = v if v.dtype in (jnp.float32, jnp.bfloat16) else v.astype(jnp.float32)
+    tuning = tuning or choose_launch("append", batch * heads, heads // state.num_key_heads)
     spec = AppendSpec(
         count=batch * heads, heads=heads, key_heads=state.num_key_heads, key_dim=state.key_dim, value_dim=state.value_dim,
         window=config.window, rank=config.rank, masked=active is not None,
-        bfloat_qk=q.dtype == jnp.bfloat16, bfloat_v=v.dtype == jnp.bfloat16,
+        bfloat_qk=q.dtype == jnp.bfloat16, bfloat_v=v.dtype == jnp.bfloat16, pair=tuning.heads_per_item,
     )  # fmt: skip
-    tuning = tuning or choose_launch("append", spec.count)
     mask = state.position if active is None else active.astype(jnp.int8)
     (ring_keys, ring_values, ring_scales, ring_log_decays), (out,) = launch(
         lambda lanes, *arrays: append_program(spec, lanes, *arrays),
@@ -57,6 +58,7 @@ def append(
         ],
         updates=[state.ring_keys, state.ring_values, state.ring_scales, state.ring_log_decays],
         outputs=[jax.ShapeDtypeStruct((batch, heads, state.value_dim), jnp.float32)],
+        interpret=interpret,
     )  # fmt: skip
     usable = (state.position >= 0) & (state.position < config.window)
     advanced = (usable if active is None else usable & active).astype(jnp.int32)

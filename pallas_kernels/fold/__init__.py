@@ -9,11 +9,16 @@ from leapquant_jax.config import LeapConfig
 from leapquant_jax.fit import start_directions
 from leapquant_jax.state import LeapState
 from pallas_kernels.compat import launch
-from pallas_kernels.fold.program import FoldSpec, fold_program
+from pallas_kernels.fold.narrow import NarrowSpec, narrow_program
+from pallas_kernels.fold.wide import WideSpec, wide_program
 from pallas_kernels.tuning import Launch, choose_launch
 
+_LAYOUTS = {"wide": (WideSpec, wide_program), "narrow": (NarrowSpec, narrow_program)}
 
-def fold(config: LeapConfig, state: LeapState, rows: Array, *, tuning: Launch | None = None) -> LeapState:
+
+def fold(
+    config: LeapConfig, state: LeapState, rows: Array, *, tuning: Launch | None = None, interpret: bool = False
+) -> LeapState:
     """Rebuilds, refits and rounds the rows where `rows` holds, and empties their ring; other rows keep every bit.
 
     Args:
@@ -21,6 +26,7 @@ def fold(config: LeapConfig, state: LeapState, rows: Array, *, tuning: Launch | 
         buffers (donated arguments, or the carry of a loop); no other copy of a state exists at any time.
       rows: bool [B].
       tuning: launch parameters; None takes them from the table.
+      interpret: run the kernel's program on NumPy, outside of jit: for tests without a GPU.
 
     Returns:
       The state, with position 0 in the folded rows.
@@ -28,28 +34,30 @@ def fold(config: LeapConfig, state: LeapState, rows: Array, *, tuning: Launch | 
     batch = state.batch
     if batch == 0:
         return state
-    spec = FoldSpec(
+    tuning = tuning or choose_launch(f"fold {state.key_dim}", batch * state.num_heads, 1)
+    make_spec, program = _LAYOUTS[tuning.layout]
+    spec = make_spec(
         heads=state.num_heads, key_heads=state.num_key_heads, key_dim=state.key_dim, value_dim=state.value_dim,
         window=config.window, rank=config.rank, iterations=config.fit_iterations,
     )  # fmt: skip
-    tuning = tuning or choose_launch("fold", batch * state.num_heads)
     # The kernel's workers share out the heads of the full rows only: their indices first, and how many there are.
-    rank = jnp.cumsum(rows.astype(jnp.int32))
+    counted = jnp.cumsum(rows.astype(jnp.int32))
     indices = jnp.arange(batch, dtype=jnp.int32)
-    order = jnp.zeros((batch,), jnp.int32).at[jnp.where(rows, rank - 1, batch)].set(indices, mode="drop", unique_indices=True)
+    order = jnp.zeros((batch,), jnp.int32).at[jnp.where(rows, counted - 1, batch)].set(indices, mode="drop", unique_indices=True)
     names = ("codes", "row_scales", "column_scales", "compensator_keys", "compensator_values")
     updated, _ = launch(
-        lambda lanes, *arrays: fold_program(spec, lanes, *arrays),
+        lambda lanes, *arrays: program(spec, lanes, *arrays),
         name="leapquant_fold",
         blocks=tuning.blocks,
         workers_per_block=tuning.workers_per_block,
         threads=spec.threads,
         shared_bytes=spec.shared_bytes,
         inputs=[
-            order, rank[-1:], jnp.asarray(start_directions(config.rank, state.value_dim)), state.position,
+            order, counted[-1:], jnp.asarray(start_directions(config.rank, state.value_dim)), state.position,
             state.ring_keys, state.ring_values, state.ring_scales, state.ring_log_decays,
         ],
         updates=[getattr(state, name) for name in names],
+        interpret=interpret,
     )  # fmt: skip
     position = jnp.where(rows, jnp.int32(0), state.position)
     return dataclasses.replace(state, **dict(zip(names, updated, strict=True)), position=position)

@@ -21,13 +21,49 @@ def emulate(
             program(lanes, *arrays)
 
 
+class _SharedRaces:
+    """Finds missing barriers: a byte of shared memory that two threads touch, one of them writing, without one between.
+
+    Lock step would hide them. Between two warps only `barrier` orders accesses, between lanes of a warp also
+    `warp_barrier`; each byte remembers who wrote and who read it last, and in which interval between barriers.
+    """
+
+    def __init__(self, size: int, threads: int):
+        self._thread = np.arange(threads)[:, None]
+        self._block_interval, self._warp_interval = 0, 0
+        self._last = {
+            kind: {name: np.full(size, -1) for name in ("thread", "block", "warp")} for kind in ("write", "read")
+        }
+
+    def barrier(self) -> None:
+        self._block_interval += 1
+        self._warp_interval += 1
+
+    def warp_barrier(self) -> None:
+        self._warp_interval += 1
+
+    def touch(self, mask: np.ndarray, address: np.ndarray, writes: bool) -> None:
+        thread = np.broadcast_to(self._thread, address.shape)[mask]
+        address = address[mask]
+        for kind in ("write", "read") if writes else ("write",):
+            last = {name: values[address] for name, values in self._last[kind].items()}
+            same_warp = last["thread"] // 32 == thread // 32
+            unordered = np.where(same_warp, last["warp"] == self._warp_interval, last["block"] == self._block_interval)
+            if np.any(unordered & (last["thread"] >= 0) & (last["thread"] != thread)):
+                raise RuntimeError(f"race in shared memory: {'written' if writes else 'read'} after a {kind}, no barrier")
+        record = self._last["write" if writes else "read"]
+        for name, value in (("thread", thread), ("block", self._block_interval), ("warp", self._warp_interval)):
+            record[name][address] = value
+
+
 class EmulatedLanes(Lanes):
     """Lane semantics on NumPy. Shared memory starts as NaN patterns, so that a read of nothing shows."""
 
     def __init__(self, worker: int, workers: int, threads: int, shared_bytes: int):
-        self.threads, self._worker, self._workers = threads, worker, workers
+        self.threads, self._worker, self.workers = threads, worker, workers
         self._mask = np.ones(threads, np.bool_)
         self._shared = np.full(max(shared_bytes, 4), 0xFF, np.uint8)
+        self._races = _SharedRaces(self._shared.size, threads)
         self._copies: list[Callable[[], None]] = []
         self._lane = np.arange(threads) % 32
         self._warp = np.arange(threads) // 32 * 32
@@ -36,11 +72,17 @@ class EmulatedLanes(Lanes):
     def thread_of(self, item: Value) -> Value:
         return self.thread
 
-    def for_items(self, count: int | Value, start: Callable[[Value], list[Value]], body: Callable[..., list[Value]]) -> None:
+    def for_items(
+        self, count: int | Value, start: Callable[[Value], list[Value]], body: Callable[[Value, list[Value]], list[Value]]
+    ) -> None:
         count = count if isinstance(count, int) else int(count.data[0])
         carried = start(self.constant(self._worker, "i32"))
-        for item in range(self._worker, count, self._workers):
-            carried = body(self.constant(item, "i32"), self.constant(item + self._workers, "i32"), carried)
+        for item in range(self._worker, count, self.workers):
+            carried = body(self.constant(item, "i32"), carried)
+
+    def repeat(self, count: int, body: Callable[[Value], None], unroll: int = 1) -> None:
+        for i in range(count):
+            body(self.constant(i, "i32"))
 
     def constant(self, x: Number, kind: str) -> Value:
         if kind == "i32" and not -(2**31) <= int(x) < 2**31:
@@ -127,10 +169,12 @@ class EmulatedLanes(Lanes):
         return Value(self, "i32", np.ascontiguousarray(np.broadcast_to(per_warp, (per_warp.size, 32))).reshape(-1).view(np.int32))
 
     def warp_barrier(self) -> None:
-        pass
+        self._races.warp_barrier()
 
     def barrier(self) -> None:
-        pass
+        if not self._mask.all():
+            raise RuntimeError("a barrier that some threads of the worker do not reach")
+        self._races.barrier()
 
     @contextlib.contextmanager
     def when(self, condition: Value):
@@ -152,13 +196,18 @@ class EmulatedLanes(Lanes):
     def advance(self, pointer: Pointer, offset: Value) -> Pointer:
         return Pointer(self, pointer.array, pointer.base + offset.data, pointer.offset)
 
-    def _bytes(self, pointer: Pointer, size: int, when: Value | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _bytes(
+        self, pointer: Pointer, size: int, when: Value | None, writes: bool = False
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         memory = self._shared if pointer.array is None else pointer.array.reshape(-1).view(np.uint8)
         mask = self._mask if when is None else self._mask & when.data
         address = np.where(mask, pointer.base + pointer.offset, 0)
         if np.any(address % size) or np.any(address < 0) or np.any(address + size > memory.size):
             raise IndexError(f"address out of bounds or not aligned to {size} bytes")
-        return memory, mask, address[:, None] + np.arange(size)
+        address = address[:, None] + np.arange(size)
+        if pointer.array is None:
+            self._races.touch(mask, address, writes)
+        return memory, mask, address
 
     def load(self, pointer: Pointer, words: int = 1, when: Value | None = None, once: bool = False) -> list[Value]:
         del once
@@ -172,18 +221,21 @@ class EmulatedLanes(Lanes):
         return Value(self, "i32", np.where(mask, loaded, 0).astype(np.int32))
 
     def store(self, pointer: Pointer, words: list[Value], when: Value | None = None) -> None:
-        memory, mask, address = self._bytes(pointer, 4 * len(words), when)
+        memory, mask, address = self._bytes(pointer, 4 * len(words), when, writes=True)
         data = np.ascontiguousarray(np.stack([w.data.view(np.int32) for w in words], axis=1)).view(np.uint8)
         memory[address[mask]] = data[mask]
 
     def store_half(self, pointer: Pointer, word: Value, when: Value | None = None) -> None:
-        memory, mask, address = self._bytes(pointer, 2, when)
+        memory, mask, address = self._bytes(pointer, 2, when, writes=True)
         memory[address[mask]] = word.data.view(np.uint8).reshape(-1, 4)[mask, :2]
 
-    def copy_async(self, target: Pointer, source: Pointer, when: Value | None = None) -> None:
-        words = self.load(source, 4, when=when)
-        self.store(target, [self.constant(-1, "i32")] * 4, when=when)  # not there yet
-        self._copies.append(lambda: self.store(target, words, when=when))
+    def prefetch(self, pointer: Pointer, when: Value | None = None) -> None:
+        self._bytes(pointer, 1, when)  # in bounds?
+
+    def copy_async(self, target: Pointer, source: Pointer, size: int = 16, when: Value | None = None) -> None:
+        words = self.load(source, size // 4, when=when)
+        self.store(target, [self.constant(-1, "i32")] * (size // 4))  # not there yet
+        self._copies.append(lambda: self.store(target, words))
 
     def copies_done(self) -> None:
         for copy in self._copies:

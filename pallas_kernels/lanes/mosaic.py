@@ -24,7 +24,7 @@ class MosaicLanes(Lanes):
 
     def __init__(self, threads: int, blocks: int, workers_per_block: int, shared_bytes: int, shared_ref: Any):
         self.threads = threads
-        self._workers = blocks * workers_per_block
+        self.workers = blocks * workers_per_block
         self._types = {
             "f32": ir.F32Type.get(), "i32": ir.IntegerType.get_signless(32),
             "i64": ir.IntegerType.get_signless(64), "i1": ir.IntegerType.get_signless(1),
@@ -134,18 +134,33 @@ class MosaicLanes(Lanes):
         [opaque] = self._asm("mov.b32 $0, $1;", [item.data], "=r,r", 1)
         return self.thread + (opaque >> 31)  # items are not negative
 
-    def for_items(self, count: int | Value, start: Callable[[Value], list[Value]], body: Callable[..., list[Value]]) -> None:
-        first, step = self._worker, self.constant(self._workers, "i32")
+    def for_items(
+        self, count: int | Value, start: Callable[[Value], list[Value]], body: Callable[[Value, list[Value]], list[Value]]
+    ) -> None:
+        first = self._worker
         carried = start(first)
-        if isinstance(count, int) and self._workers >= count:  # at most one item each
+        if isinstance(count, int) and self.workers >= count:  # at most one item each
             with self.when(first < count):
-                body(first, first + step, carried)
+                body(first, carried)
             return
-        loop = scf.ForOp(first.data, self.value(count, "i32").data, step.data, [x.data for x in carried])
+        stop, step = self.value(count, "i32").data, self.constant(self.workers, "i32").data
+        loop = scf.ForOp(first.data, stop, step, [x.data for x in carried])
         with ir.InsertionPoint(loop.body):
             item = Value(self, "i32", loop.induction_variable)
             inner = [Value(self, x.kind, data) for x, data in zip(carried, loop.inner_iter_args, strict=True)]
-            scf.yield_([x.data for x in body(item, item + step, inner)])
+            scf.yield_([x.data for x in body(item, inner)])
+
+    def repeat(self, count: int, body: Callable[[Value], None], unroll: int = 1) -> None:
+        looped = count // unroll * unroll if count > unroll else 0
+        if looped:
+            [stop] = self._asm("mov.b32 $0, $1;", [self.constant(looped, "i32").data], "=r,r", 1)  # opaque: stays a loop
+            loop = scf.ForOp(self.constant(0, "i32").data, stop.data, self.constant(unroll, "i32").data)
+            with ir.InsertionPoint(loop.body):
+                for i in range(unroll):
+                    body(Value(self, "i32", loop.induction_variable) + i)
+                scf.yield_([])
+        for i in range(looped, count):
+            body(self.constant(i, "i32"))
 
     @contextlib.contextmanager
     def when(self, condition: Value):
@@ -214,12 +229,20 @@ class MosaicLanes(Lanes):
         i16 = ir.IntegerType.get_signless(16)
         self._store(pointer, "st.{space}.b16 {address}, $1;", [arith.trunci(i16, word.data)], ["h"], when)
 
-    def copy_async(self, target: Pointer, source: Pointer, when: Value | None = None) -> None:
-        text = f"cp.async.cg.shared.global.L2::128B [$0+{target.offset}], [$1+{source.offset}], 16;"
+    def prefetch(self, pointer: Pointer, when: Value | None = None) -> None:
+        text = f"prefetch.global.L2 [$0+{pointer.offset}];"
         if when is None:
-            self._asm(text, [target.base, source.base], "r,l", 0)
+            self._asm(text, [pointer.base], "l", 0)
         else:
-            self._asm("@$2 " + text, [target.base, source.base, when.data], "r,l,b", 0)
+            self._asm("@$1 " + text, [pointer.base, when.data], "l,b", 0)
+
+    def copy_async(self, target: Pointer, source: Pointer, size: int = 16, when: Value | None = None) -> None:
+        way = "cg" if size == 16 else "ca"  # only 16 bytes at a time can go around the L1 cache
+        text = f"cp.async.{way}.shared.global.L2::128B [$0+{target.offset}], [$1+{source.offset}], {size}"
+        if when is None:
+            self._asm(text + ";", [target.base, source.base], "r,l", 0)
+        else:
+            self._asm(text + ", $2;", [target.base, source.base, self.select(when, self.value(size), 0).data], "r,l,r", 0)
 
     def copies_done(self) -> None:
         self._asm("cp.async.wait_all;", [], "", 0)

@@ -12,7 +12,7 @@ Number = int | float
 class Value:
     """One register per thread. `kind` is "f32", "i32", "i64" or "i1"; operators accept Python numbers."""
 
-    __slots__ = ("lanes", "kind", "data")
+    __slots__ = ("data", "kind", "lanes")
 
     def __init__(self, lanes: Lanes, kind: str, data: Any):
         self.lanes, self.kind, self.data = lanes, kind, data
@@ -112,9 +112,19 @@ class Lanes:
         """
         raise NotImplementedError
 
-    def for_items(self, count: int | Value, start: Callable[[Value], list[Value]], body: Callable[..., list[Value]]) -> None:
-        """Deals items 0..count-1 to the workers in turn. `start(item)` gives the registers to carry into a worker's first
-        item, `body(item, next_item, carried)` those for its next; `next_item` may be `count` or more."""
+    workers: int  # in the whole launch
+
+    def for_items(
+        self, count: int | Value, start: Callable[[Value], list[Value]], body: Callable[[Value, list[Value]], list[Value]]
+    ) -> None:
+        """Deals items 0..count-1 to the workers in turn: worker w takes w, w + workers, ... `start(item)` gives the registers
+        to carry into a worker's first item, `body(item, carried)` those for its next; `start` must also stand an item of
+        `count` or more, for a worker that gets none."""
+        raise NotImplementedError
+
+    def repeat(self, count: int, body: Callable[[Value], None], unroll: int = 1) -> None:
+        """`body(i)` for i in 0..count-1 as a loop of the machine, `unroll` at a time: short code stays in the instruction
+        cache."""
         raise NotImplementedError
 
     # -- registers
@@ -191,8 +201,13 @@ class Lanes:
         """Stores the low 16 bits of a word."""
         raise NotImplementedError
 
-    def copy_async(self, target: Pointer, source: Pointer, when: Value | None = None) -> None:
-        """Starts a copy of 16 bytes from global to shared memory; the thread that asked may read them after `copies_done`."""
+    def prefetch(self, pointer: Pointer, when: Value | None = None) -> None:
+        """Asks for the 128 bytes around an address in global memory to be brought into the L2 cache."""
+        raise NotImplementedError
+
+    def copy_async(self, target: Pointer, source: Pointer, size: int = 16, when: Value | None = None) -> None:
+        """Starts a copy of 8 or 16 bytes from global to shared memory; the thread that asked may read them after
+        `copies_done`. Lanes where `when` is false read nothing and get zeros."""
         raise NotImplementedError
 
     def copies_done(self) -> None:

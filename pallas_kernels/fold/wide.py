@@ -1,24 +1,24 @@
-"""The fold kernel's lane program: one worker per value head rebuilds the state, refits and rounds it, all in registers.
+"""The fold kernel, wide layout: eight warps per 128 x 128 head, one of which finishes the factors. Run on the card.
 
     S = Gamma (Diag(c) (Z * B) + sum_r k~_r u~_r^T) + sum_j w_j k_j u_j^T                                    (eq. 4)
     S ~ sum_r k~_r u~_r^T + R,    R ~ Diag(c) (Z * B)                                                       (eqs. 5, 7)
 
-The fp32 state lies in a worker's registers as a grid of small tiles: a warp holds V/2 value rows x 32 key columns, a lane
-V/16 x 8 consecutive ones. That is exactly an accumulator of 16 x 8 matrix products once their rows and columns are
-numbered to suit (the numbering inside a product is free), so rank-R parts are added and subtracted by the tensor cores,
-the codes arrive and leave as 8 consecutive bytes, and each of the fit's passes is a loop of multiply-adds over registers
-followed by seven shuffles. Only factors (R x K and R x V) and row statistics cross warps, through shared memory.
+The fp32 state lies in a worker's registers: a warp holds V/2 value rows x 32 keys, a lane V/16 x 8 consecutive entries.
+That is exactly an accumulator of 16 x 8 matrix products once their rows and columns are numbered to suit (the numbering
+inside a product is free), so rank-R parts are added and subtracted by the tensor cores, the codes arrive and leave as 8
+consecutive bytes, and a pass of the fit is multiply-adds over registers and a few shuffles. Only factors (R x K and
+R x V) and row statistics cross warps, through shared memory.
 
 Sums of products are fp32-accurate throughout: fp16 factors are exact operands of the tensor cores, and a record's weight
 is folded into its key as a sum of two fp16.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 from pallas_kernels.lanes.value import Lanes, Pointer, Value
 from pallas_kernels.scales import power_of_two_scale, suffix_sums
 
-_WARPS_OVER_VALUES = 2
 _SMALLEST_PIVOT = 1e-5  # as leapquant_jax.fit
 _EXPLORE = 0.05
 _LARGEST_HALF = 65504.0
@@ -28,7 +28,7 @@ _ROUND = 12582912.0  # 1.5 2^23: adding it leaves the rounded integer in the low
 
 
 @dataclasses.dataclass(frozen=True)
-class FoldSpec:
+class WideSpec:
     """Static sizes: heads H, key heads G, K, V, window P, rank R; subspace iterations."""
 
     heads: int
@@ -38,6 +38,8 @@ class FoldSpec:
     window: int
     rank: int
     iterations: int = 1
+    over_values: int = 2  # warps side by side over the value rows
+    unroll: int = 4  # compensators per turn of the fit's loops
 
     @property
     def warps_over_keys(self) -> int:
@@ -45,11 +47,11 @@ class FoldSpec:
 
     @property
     def threads(self) -> int:
-        return 32 * _WARPS_OVER_VALUES * self.warps_over_keys
+        return 32 * self.over_values * self.warps_over_keys
 
     @property
     def partial_bytes(self) -> int:
-        parts = max(_WARPS_OVER_VALUES * self.key_dim, self.warps_over_keys * self.value_dim)
+        parts = max(self.over_values * self.key_dim, self.warps_over_keys * self.value_dim)
         return 4 * parts * max(self.rank, 2)
 
     @property
@@ -58,38 +60,73 @@ class FoldSpec:
         return self.partial_bytes + 6 * self.rank * (self.key_dim + self.value_dim)
 
 
-def fold_program(
-    spec: FoldSpec, lanes: Lanes, rows, row_count, directions, position, ring_keys, ring_values, ring_scales,
+class _Records(NamedTuple):
+    """Two neighbouring records as operands: their indices, the words of their keys and values."""
+
+    indices: list[Value]
+    keys: list[list[Value]]
+    values: list[list[Value]]
+
+
+def wide_program(
+    spec: WideSpec, lanes: Lanes, rows, row_count, directions, position, ring_keys, ring_values, ring_scales,
     ring_log_decays, codes, row_scales, column_scales, compensator_keys, compensator_values,
 ) -> None:  # fmt: skip
     """Folds the batch rows `rows[:row_count[0]]` (int32); `directions` is `fit.start_directions`, the rest a `LeapState`."""
     heads, repeats, rank = spec.heads, spec.heads // spec.key_heads, spec.rank
     key_dim, value_dim, window = spec.key_dim, spec.value_dim, spec.window
-    over_keys = spec.warps_over_keys
-    warps = _WARPS_OVER_VALUES * over_keys
-    tile = value_dim // (8 * _WARPS_OVER_VALUES)  # value rows per lane
+    over_keys, over_values = spec.warps_over_keys, spec.over_values
+    warps = over_values * over_keys
+    tile = value_dim // (8 * over_values)  # value rows per lane
     value_words = tile // 2
     factor_keys = spec.partial_bytes
     factor_values = factor_keys + 4 * rank * key_dim
     half_keys = factor_values + 4 * rank * value_dim
     half_values = half_keys + 2 * rank * key_dim
 
-    def fold(item: Value, _next: Value, _carried: list[Value]) -> list[Value]:
+    [row_total] = lanes.load(lanes.at(row_count))
+    items = row_total * heads
+
+    def look_up(item: Value) -> list[Value]:
+        """Batch row of an item, and how many records it holds."""
+        [row] = lanes.load(lanes.at(rows, item // heads, 4), when=item < items)
+        [live] = lanes.load(lanes.at(position, row, 4))
+        return [row, lanes.select(live < window, live, window)]
+
+    def prefetch(item: Value, row: Value) -> None:
+        """Brings most of an item into the L2 cache, a line of 128 bytes per thread."""
+        head = row * heads + item % heads
+        thread, wanted = lanes.thread_of(item), item < items
+        for array, index, size in (
+            (codes, head, value_dim * key_dim),
+            (ring_values, head, 2 * window * value_dim),
+            (ring_keys, head // repeats, 2 * window * key_dim),
+            (compensator_keys, head, 2 * rank * key_dim),
+            (compensator_values, head, 2 * rank * value_dim),
+            (row_scales, head, 4 * key_dim),
+        ):
+            inside = lanes.binary("and", wanted, thread * 128 < size)
+            lanes.prefetch(lanes.at(array, index, size) + thread * 128, when=inside)
+
+    def fold(item: Value, carried: list[Value]) -> list[Value]:
+        row, live = carried
+        next_item = item + lanes.workers
+        next_row, next_live = look_up(next_item)
         thread = lanes.thread_of(item)
         warp, lane = thread >> 5, thread & 31
         quad, line = lane & 3, lane >> 2
         value_warp, key_warp = warp // over_keys, warp & (over_keys - 1)
-        first_value = value_warp * (value_dim // _WARPS_OVER_VALUES) + line * tile  # of the lane's tile
+        first_value = value_warp * (value_dim // over_values) + line * tile  # of the lane's tile
         first_key = key_warp * 32 + quad * 8
         # In a product's operand over keys the lane stands for column `line`, which is key 8 (line / 2) + 2n + line % 2.
         operand_key = key_warp * 32 + (line >> 1) * 8
+        # After `scatter_sum` over the lanes with the same keys (values), the entry this lane is left with, and its last ones.
+        own_key = first_key + (((lane >> 4) & 1) * 4 + ((lane >> 3) & 1) * 2 + ((lane >> 2) & 1))
+        own_value = first_value + (((lane >> 1) & 1) * 2 + (lane & 1)) * (tile // 4)
         own_half = lanes.select((line & 1).equals(0), lanes.constant(0x5410, "i32"), 0x7632)
 
-        [row] = lanes.load(lanes.at(rows, item // heads, 4))
         head = row * heads + item % heads
         key_head = head // repeats
-        [live] = lanes.load(lanes.at(position, row, 4))
-        live = lanes.select(live < window, live, window)
 
         def value_operand(row_a: list[Value], row_b: list[Value], m: int) -> list[Value]:
             """Rows 2m, 2m+1 of the tile at two neighbouring summation indices."""
@@ -99,7 +136,7 @@ def fold_program(
             """Operands of one product with all R compensators: per n over keys, per m over values."""
             pair = [quad * 2 + i for i in range(2)]
             k_rows = [lanes.load(keys + (r * key_dim + operand_key) * 2, 4, when=r < rank) for r in pair]
-            v_rows = [lanes.load(values + (r * value_dim + first_value) * 2, value_words, when=r < rank) for r in pair]
+            v_rows = [_load(lanes, values + (r * value_dim + first_value) * 2, value_words, r < rank) for r in pair]
             over_k = [lanes.permute_bytes(k_rows[0][n], k_rows[1][n], own_half) for n in range(4)]
             return over_k, [value_operand(*v_rows, m) for m in range(value_words)]
 
@@ -110,71 +147,8 @@ def fold_program(
                 for n in range(4):
                     tiles[m][n] = lanes.mma_f16(tiles[m][n], [*over_v[m], none, none], [over_k[n], none])
 
-        # --- rebuild: compensators, codes, decay ------------------------------------------------------------- eq. 4
-        code_row = lanes.at(codes, head, value_dim * key_dim) + (first_value * key_dim + first_key)
-        code_words = [lanes.load(code_row + i * key_dim, 2, once=True) for i in range(tile)]
-        lane_live = lane < live
-        [log_decay] = lanes.floats(lanes.load(lanes.at(ring_log_decays, head, 4 * window) + lane * 4, when=lane_live))
-        [record_scale] = lanes.floats(lanes.load(lanes.at(ring_scales, head, 4 * window) + lane * 4, when=lane_live))
-        row_pointer = lanes.at(row_scales, head, 4 * key_dim) + first_key * 4
-        column_pointer = lanes.at(column_scales, head, 4 * value_dim) + first_value * 4
-        row_scale = [x for i in range(2) for x in lanes.floats(lanes.load(row_pointer + 16 * i, 4))]
-        column_scale = [x for i in range(0, tile, 4) for x in lanes.floats(lanes.load(column_pointer + 4 * i, 4))]
-        key_factors = lanes.at(compensator_keys, head, 2 * rank * key_dim)
-        value_factors = lanes.at(compensator_values, head, 2 * rank * value_dim)
-        tiles = [[[zero] * 4 for _ in range(4)] for _ in range(value_words)]
-        add_factors(tiles, *factors(key_factors, value_factors))
-
-        total, after = suffix_sums(lanes, log_decay, window, lane)
-        whole = lanes.exp(total)
-        weight = lanes.exp(after) * record_scale
-        unit, per_unit = power_of_two_scale(lanes, lanes.warp_max(lanes.bits(weight)))
-        weight, whole = weight * per_unit, whole * per_unit  # the state in units of the heaviest record
-
-        for i in range(tile):
-            flipped = [w ^ -0x7F7F7F80 for w in code_words[i]]  # 0x80808080: signed bytes to offset binary
-            for kk in range(8):
-                code = lanes.from_bits(lanes.permute_bytes(flipped[kk // 4], lanes.constant(0x4B000000, "i32"), 0x7440 + kk % 4))
-                code = (code - 8388736.0) * column_scale[i]
-                place = tiles[i // 2][kk // 2]
-                c = 2 * (i % 2) + kk % 2
-                place[c] = lanes.fma(code, row_scale[kk], place[c]) * whole
-
-        # --- rebuild: records ---------------------------------------------------------------------------------
-        key_ring = lanes.at(ring_keys, key_head, 2 * window * key_dim)
-        value_ring = lanes.at(ring_values, head, 2 * window * value_dim)
-        for start in range(0, window, 16):
-            over_v: list[list[Value]] = [[] for _ in range(value_words)]
-            high: list[list[Value]] = [[] for _ in range(4)]
-            low: list[list[Value]] = [[] for _ in range(4)]
-            for half in range(2):  # the two halves of a product's 16 summation indices: j = start + 8 half + 2 quad + (0, 1)
-                if start + 8 * half >= window:
-                    over_v, high, low = ([x + [none] * n for x in xs] for xs, n in ((over_v, 2), (high, 1), (low, 1)))
-                    continue
-                records = [quad * 2 + (start + 8 * half + i) for i in range(2)]
-                weights = [lanes.shuffle(weight, j) for j in records]
-                k_rows = [lanes.load(key_ring + (j * key_dim + operand_key) * 2, 4, when=j < live) for j in records]
-                v_rows = [
-                    lanes.load(value_ring + (j * value_dim + first_value) * 2, value_words, when=j < live) for j in records
-                ]
-                for m in range(value_words):
-                    over_v[m] += value_operand(*v_rows, m)
-                for n in range(4):
-                    pair = lanes.unpack_half(lanes.permute_bytes(k_rows[0][n], k_rows[1][n], own_half))
-                    pair = [x * w for x, w in zip(pair, weights, strict=True)]
-                    high[n].append(lanes.pack_half(*pair))
-                    rest = [x - h for x, h in zip(pair, lanes.unpack_half(high[n][-1]), strict=True)]
-                    low[n].append(lanes.pack_half(*rest))
-            for m in range(value_words):
-                for n in range(4):
-                    tiles[m][n] = lanes.mma_f16(tiles[m][n], over_v[m], high[n])
-                    tiles[m][n] = lanes.mma_f16(tiles[m][n], over_v[m], low[n])
-
-        # state[i][kk]: value row first_value + i, key column first_key + kk
-        state = [[tiles[i // 2][kk // 2][2 * (i % 2) + kk % 2] * unit for kk in range(8)] for i in range(tile)]
-
-        # --- fit: subspace iteration from the previous value factors ------------------------------------------- eq. 5
         def start_basis() -> None:
+            """`leapquant_jax.fit._start`: a row per warp."""
             per_lane = value_dim // 32
             for r0 in range(0, rank, warps):
                 r = warp + r0
@@ -197,29 +171,105 @@ def fold_program(
                     new = [lanes.fma(f, _EXPLORE, x * inverse) for f, x in zip(fixed, old, strict=True)]
                     lanes.store(lanes.shared(place) + factor_values, new)
 
-        def over_values(source: int) -> None:
+        # --- rebuild: compensators, codes, decay ------------------------------------------------------------- eq. 4
+        code_row = lanes.at(codes, head, value_dim * key_dim) + (first_value * key_dim + first_key)
+        code_words = [lanes.load(code_row + i * key_dim, 2, once=True) for i in range(tile)]
+        lane_live = lane < live
+        [log_decay] = lanes.floats(lanes.load(lanes.at(ring_log_decays, head, 4 * window) + lane * 4, when=lane_live))
+        [record_scale] = lanes.floats(lanes.load(lanes.at(ring_scales, head, 4 * window) + lane * 4, when=lane_live))
+        key_factors = lanes.at(compensator_keys, head, 2 * rank * key_dim)
+        value_factors = lanes.at(compensator_values, head, 2 * rank * value_dim)
+        row_pointer = lanes.at(row_scales, head, 4 * key_dim) + first_key * 4
+        column_pointer = lanes.at(column_scales, head, 4 * value_dim) + first_value * 4
+        row_scale = [x for i in range(2) for x in lanes.floats(lanes.load(row_pointer + 16 * i, 4))]
+        column_scale = [x for i in range(0, tile, 4) for x in lanes.floats(lanes.load(column_pointer + 4 * i, 4))]
+        old_factors = factors(key_factors, value_factors)
+        key_ring = lanes.at(ring_keys, key_head, 2 * window * key_dim)
+        value_ring = lanes.at(ring_values, head, 2 * window * value_dim)
+
+        def record_pair(j: int) -> _Records | None:
+            """Records j + 2 quad and the next: a half of a product's 16 summation indices, or None beyond the window."""
+            if j >= window:
+                return None
+            indices = [quad * 2 + (j + i) for i in range(2)]
+            keys = [lanes.load(key_ring + (i * key_dim + operand_key) * 2, 4, when=i < live) for i in indices]
+            places = [(value_ring + (i * value_dim + first_value) * 2, i < live) for i in indices]
+            return _Records(indices, keys, [_load(lanes, place, value_words, there) for place, there in places])
+
+        records = [[record_pair(j), record_pair(j + 8)] for j in range(0, window, 16)]
+        start_basis()
+        tiles = [[[zero] * 4 for _ in range(4)] for _ in range(value_words)]
+
+        total, after = suffix_sums(lanes, log_decay, window, lane)
+        whole = lanes.exp(total)
+        weight = lanes.exp(after) * record_scale
+        unit, per_unit = power_of_two_scale(lanes, lanes.warp_max(lanes.bits(weight)))
+        weight, whole = weight * per_unit, whole * per_unit  # the state in units of the heaviest record
+
+        for i in range(tile):
+            flipped = [w ^ -0x7F7F7F80 for w in code_words[i]]  # 0x80808080: signed bytes to offset binary
+            for kk in range(8):
+                code = lanes.from_bits(lanes.permute_bytes(flipped[kk // 4], lanes.constant(0x4B000000, "i32"), 0x7440 + kk % 4))
+                code = (code - 8388736.0) * column_scale[i]
+                tiles[i // 2][kk // 2][2 * (i % 2) + kk % 2] = code * row_scale[kk]
+        add_factors(tiles, *old_factors)
+        tiles = [[[x * whole for x in place] for place in places] for places in tiles]
+
+        # --- rebuild: records ---------------------------------------------------------------------------------
+        for chunk in records:
+            over_v: list[list[Value]] = [[] for _ in range(value_words)]
+            high: list[list[Value]] = [[] for _ in range(4)]
+            low: list[list[Value]] = [[] for _ in range(4)]
+            for half in chunk:
+                for m in range(value_words):
+                    over_v[m] += value_operand(*half.values, m) if half else [none] * 2
+                weights = [lanes.shuffle(weight, j) for j in half.indices] if half else []
+                for n in range(4):
+                    if not half:
+                        high[n].append(none)
+                        low[n].append(none)
+                        continue
+                    pair = lanes.unpack_half(lanes.permute_bytes(half.keys[0][n], half.keys[1][n], own_half))
+                    pair = [x * w for x, w in zip(pair, weights, strict=True)]
+                    high[n].append(lanes.pack_half(*pair))
+                    rest = [x - h for x, h in zip(pair, lanes.unpack_half(high[n][-1]), strict=True)]
+                    low[n].append(lanes.pack_half(*rest))
+            for m in range(value_words):
+                for n in range(4):
+                    tiles[m][n] = lanes.mma_f16(tiles[m][n], over_v[m], high[n])
+                    tiles[m][n] = lanes.mma_f16(tiles[m][n], over_v[m], low[n])
+
+        # state[i][kk]: value row first_value + i, key column first_key + kk
+        state = [[tiles[i // 2][kk // 2][2 * (i % 2) + kk % 2] * unit for kk in range(8)] for i in range(tile)]
+
+        # --- fit: subspace iteration from the previous value factors ------------------------------------------- eq. 5
+        def sum_over_values(source: int) -> None:
             """X_r = S y_r: a partial sum per warp over values, into the scratch."""
-            for r in range(rank):
-                y = _read(lanes, lanes.shared(first_value * 4) + (source + 4 * r * value_dim), tile)
+
+            def one(r: Value) -> None:
+                y = _read(lanes, lanes.shared((r * value_dim + first_value) * 4) + source, tile)
                 sums = [state[0][kk] * y[0] for kk in range(8)]
                 for i in range(1, tile):
                     sums = [lanes.fma(state[i][kk], y[i], sums[kk]) for kk in range(8)]
                 [x] = lanes.scatter_sum(sums, (16, 8, 4))
-                kk = ((lane >> 4) & 1) * 4 + ((lane >> 3) & 1) * 2 + ((lane >> 2) & 1)
-                place = ((value_warp * rank + r) * key_dim + first_key + kk) * 4
+                place = ((value_warp * rank + r) * key_dim + own_key) * 4
                 lanes.store(lanes.shared(place), [x])
 
-        def over_key_columns(source: int) -> None:
+            lanes.repeat(rank, one, unroll=spec.unroll)
+
+        def sum_over_keys(source: int) -> None:
             """Y_r = S^T x_r: a partial sum per warp over keys, into the scratch."""
-            for r in range(rank):
-                x = _read(lanes, lanes.shared(first_key * 4) + (source + 4 * r * key_dim), 8)
+
+            def one(r: Value) -> None:
+                x = _read(lanes, lanes.shared((r * key_dim + first_key) * 4) + source, 8)
                 sums = [state[i][0] * x[0] for i in range(tile)]
                 for kk in range(1, 8):
                     sums = [lanes.fma(state[i][kk], x[kk], sums[i]) for i in range(tile)]
                 sums = lanes.scatter_sum(sums, (2, 1))
-                i = (((lane >> 1) & 1) * 2 + (lane & 1)) * (tile // 4)
-                place = ((key_warp * rank + r) * value_dim + first_value + i) * 4
+                place = ((key_warp * rank + r) * value_dim + own_value) * 4
                 lanes.store(lanes.shared(place), sums)
+
+            lanes.repeat(rank, one, unroll=spec.unroll)
 
         def finished(parts: int, size: int) -> tuple[list[list[Value]], Value]:
             """[R][size / 32] entries of this lane, summed over the partial sums; and the largest magnitude's bits."""
@@ -231,10 +281,7 @@ def fold_program(
                     more = _read(lanes, lanes.shared(lane * (4 * per_lane)) + 4 * (part * rank + r) * size, per_lane)
                     sums = [a + b for a, b in zip(sums, more, strict=True)]
                 x.append(sums)
-            largest = zero
-            for value in (v for sums in x for v in sums):
-                largest = lanes.maximum(largest, lanes.abs(value))
-            return x, lanes.warp_max(lanes.bits(largest))
+            return x, lanes.warp_max(_largest_bits(lanes, [v for sums in x for v in sums]))
 
         def orthonormalise(parts: int, size: int, target: int) -> None:
             """`leapquant_jax.fit.orthonormal_rows` of the finished sums, by the first warp."""
@@ -269,41 +316,46 @@ def fold_program(
                     lanes.store(lanes.shared(lane * (size // 8)) + (target + 4 * i * size), done[i])
 
         def split_evenly() -> None:
-            """`leapquant_jax.fit._split_evenly`: norms of the finished key factors, both factors rounded and stored."""
+            """`leapquant_jax.fit._split_evenly`: norms of the finished key factors, both factors rounded and stored; a row
+            per warp."""
             per_key, per_value = key_dim // 32, value_dim // 32
-            with lanes.when(warp.equals(0)):
-                x, largest = finished(_WARPS_OVER_VALUES, key_dim)
-                up, down = power_of_two_scale(lanes, largest)
-                x = [[v * down for v in sums] for sums in x]
-                for r in range(rank):
-                    norm = lanes.sqrt(lanes.all_sum(_dot(lanes, x[r], x[r]), (1, 2, 4, 8, 16)))
+            for r0 in range(0, rank, warps):
+                r = warp + r0
+                with lanes.when(r < rank):
+                    place = (r * key_dim + lane * per_key) * 4
+                    keys = [lanes.constant(0.0, "f32")] * per_key
+                    for part in range(over_values):
+                        more = _read(lanes, lanes.shared(place) + 4 * part * rank * key_dim, per_key)
+                        keys = [a + b for a, b in zip(keys, more, strict=True)]
+                    up, down = power_of_two_scale(lanes, lanes.warp_max(_largest_bits(lanes, keys)))
+                    keys = [x * down for x in keys]
+                    norm = lanes.sqrt(lanes.all_sum(_dot(lanes, keys, keys), (1, 2, 4, 8, 16)))
                     inverse = lanes.reciprocal(lanes.select(norm > _TINY, norm, 1.0))
                     factor = lanes.minimum(lanes.sqrt(norm) * lanes.sqrt(up), _LARGEST_HALF)
-                    value_place = (r * value_dim) + lane * per_value
-                    y = _read(lanes, lanes.shared(value_place * 4) + factor_values, per_value)
-                    keys = [v * inverse * factor for v in x[r]]
-                    values = [v * factor for v in y]
+                    keys = [x * inverse * factor for x in keys]
+                    place = (r * value_dim + lane * per_value) * 4
+                    values = [x * factor for x in _read(lanes, lanes.shared(place) + factor_values, per_value)]
                     for new, size, per_lane, offset, pointer in (
                         (keys, key_dim, per_key, half_keys, key_factors),
                         (values, value_dim, per_value, half_values, value_factors),
                     ):
                         words = [lanes.pack_half(new[i], new[i + 1]) for i in range(0, per_lane, 2)]
-                        place = (lane * per_lane + r * size) * 2
+                        place = (r * size + lane * per_lane) * 2
                         lanes.store(lanes.shared(place) + offset, words)
                         lanes.store(pointer + place, words)
 
-        start_basis()
         lanes.barrier()
+        prefetch(next_item, next_row)
         for _ in range(spec.iterations):
-            over_values(factor_values)
+            sum_over_values(factor_values)
             lanes.barrier()
-            orthonormalise(_WARPS_OVER_VALUES, key_dim, factor_keys)
+            orthonormalise(over_values, key_dim, factor_keys)
             lanes.barrier()
-            over_key_columns(factor_keys)
+            sum_over_keys(factor_keys)
             lanes.barrier()
             orthonormalise(over_keys, value_dim, factor_values)
             lanes.barrier()
-        over_values(factor_values)
+        sum_over_values(factor_values)
         lanes.barrier()
         split_evenly()
         lanes.barrier()
@@ -319,11 +371,10 @@ def fold_program(
         for i in range(1, tile):
             sums = [s + lanes.abs(residual[i][kk]) for kk, s in enumerate(sums)]
         [x] = lanes.scatter_sum(sums, (16, 8, 4))
-        kk = ((lane >> 4) & 1) * 4 + ((lane >> 3) & 1) * 2 + ((lane >> 2) & 1)
-        lanes.store(lanes.shared((value_warp * key_dim + first_key + kk) * 4), [x])
+        lanes.store(lanes.shared((value_warp * key_dim + own_key) * 4), [x])
         lanes.barrier()
         sums = _read(lanes, lanes.shared(first_key * 4), 8)
-        for part in range(1, _WARPS_OVER_VALUES):
+        for part in range(1, over_values):
             more = _read(lanes, lanes.shared(first_key * 4) + 4 * part * key_dim, 8)
             sums = [a + b for a, b in zip(sums, more, strict=True)]
         new_rows = [lanes.sqrt(s * (1.0 / value_dim)) for s in sums]
@@ -339,9 +390,8 @@ def fold_program(
                 top = lanes.maximum(top, lanes.abs(x))
             largest.append(top)
         largest = lanes.scatter_max(largest, (2, 1))
-        i = (((lane >> 1) & 1) * 2 + (lane & 1)) * (tile // 4)
-        maxima = 4 * _WARPS_OVER_VALUES * key_dim
-        lanes.store(lanes.shared((key_warp * value_dim + first_value + i) * 4) + maxima, largest)
+        maxima = 4 * over_values * key_dim
+        lanes.store(lanes.shared((key_warp * value_dim + own_value) * 4) + maxima, largest)
         lanes.barrier()
         largest = _read(lanes, lanes.shared(first_value * 4) + maxima, tile)
         for part in range(1, over_keys):
@@ -364,14 +414,19 @@ def fold_program(
         for i in range(0, tile, 4):
             lanes.store(column_pointer + 4 * i, new_columns[i : i + 4], when=column_owner)
         lanes.barrier()  # the scratch may be written again
-        return []
+        return [next_row, next_live]
 
-    [count] = lanes.load(lanes.at(row_count))
-    lanes.for_items(count * heads, lambda _: [], fold)
+    lanes.for_items(items, look_up, fold)
+
+
+def _load(lanes: Lanes, pointer: Pointer, words: int, when: Value) -> list[Value]:
+    """2, 4 or 8 consecutive words."""
+    step = min(words, 4)
+    return [x for i in range(0, words, step) for x in lanes.load(pointer + 4 * i, step, when=when)]
 
 
 def _read(lanes: Lanes, pointer: Pointer, count: int) -> list[Value]:
-    """`count` (2, 4 or 8) consecutive f32."""
+    """`count` (2, or a multiple of 4) consecutive f32."""
     step = min(count, 4)
     return [x for i in range(0, count, step) for x in lanes.floats(lanes.load(pointer + 4 * i, step))]
 
@@ -381,6 +436,14 @@ def _dot(lanes: Lanes, a: list[Value], b: list[Value]) -> Value:
     for x, y in zip(a[1:], b[1:], strict=True):
         total = lanes.fma(x, y, total)
     return total
+
+
+def _largest_bits(lanes: Lanes, x: list[Value]) -> Value:
+    """Bits of the largest magnitude; NaN is the largest."""
+    largest = lanes.abs(x[0])
+    for value in x[1:]:
+        largest = lanes.maximum(largest, lanes.abs(value))
+    return lanes.bits(largest)
 
 
 def _divide_by_127(lanes: Lanes, x: Value) -> Value:

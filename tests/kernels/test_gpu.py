@@ -1,0 +1,159 @@
+"""On the card: the compiled kernels against XLA. Interpreting and lowering prove neither."""
+
+import dataclasses
+import json
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import leapquant_jax as lq
+import pallas_kernels
+from leapquant_jax.append import append as xla_append
+from leapquant_jax.fold import fold_rows
+from leapquant_jax.quantize import quantize
+from leapquant_jax.window import materialise
+from pallas_kernels import Launch
+from pallas_kernels.shapes import SHAPES, Shape
+from tests.kernels.helpers import leaves, random_state
+
+pytestmark = pytest.mark.gpu
+
+APPENDS = {
+    "one worker per block": (SHAPES["qwen3.5-9b"], 3, Launch(96, 1)),
+    "workers walk, two heads together": (SHAPES["qwen3.5-9b"], 37, Launch(132, 4, 2)),
+    "three heads per key head": (SHAPES["qwen3.5-27b"], 5, Launch(60, 2)),
+    "64": (SHAPES["odd"], 33, None),
+    "long window": (Shape(4, 2, 64, 64, rank=8, window=32), 9, None),
+}
+FOLDS = {
+    "few heads": (SHAPES["qwen3.5-9b"], 3),
+    "many heads": (SHAPES["qwen3.5-9b"], 40),
+    "64": (SHAPES["odd"], 33),
+    "8 compensators": (Shape(4, 4, rank=8), 5),
+}
+
+
+@pytest.mark.parametrize(("shape", "batch", "launch"), APPENDS.values(), ids=APPENDS)
+def test_append(shape: Shape, batch: int, launch: Launch | None) -> None:
+    config, state, token = random_state(shape, batch)
+    active = jnp.arange(batch, dtype=jnp.int32) % 5 != 1
+    expected_state, expected = jax.jit(lambda s, *t: xla_append(config, s, *t, active=active))(state, *token)
+    got_state, got = jax.jit(lambda s, *t: pallas_kernels.append(config, s, *t, active, tuning=launch))(state, *token)
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-4 * float(jnp.abs(expected).max()))
+    assert not np.any(got[np.asarray(~active)])
+    for name, leaf in leaves(expected_state).items():
+        tolerance = 2.0**-10 if name == "ring_values" else 0
+        np.testing.assert_allclose(leaves(got_state)[name], leaf, rtol=0, atol=tolerance, err_msg=name)
+
+
+def code_differences(config, before, folded) -> tuple[int, int, int]:
+    """(largest, number, of how many) differences between the codes and XLA's rounding against the same compensators."""
+    keys, values = (x.astype(jnp.float32) for x in (folded.compensator_keys, folded.compensator_values))
+    product = jnp.einsum("bhrk,bhrv->bhkv", keys, values, precision="highest")
+    codes = quantize(config, materialise(config, before) - product).codes
+    difference = np.abs(np.asarray(codes, np.int32) - np.asarray(folded.codes, np.int32))
+    return int(difference.max()), int((difference > 0).sum()), difference.size
+
+
+@pytest.mark.parametrize(("shape", "batch"), FOLDS.values(), ids=FOLDS)
+def test_fold(shape: Shape, batch: int) -> None:
+    config, state, _ = random_state(shape, batch, position=[shape.window] * batch)
+    rows = jnp.arange(batch, dtype=jnp.int32) % 3 != 1
+    expected = jax.jit(lambda s, r: fold_rows(config, s, r))(state, rows)
+    got = jax.jit(lambda s, r: pallas_kernels.fold(config, s, r))(state, rows)
+    for name, leaf in leaves(state).items():
+        np.testing.assert_array_equal(leaves(got)[name][np.asarray(~rows)], leaf[np.asarray(~rows)], err_msg=name)
+    done = np.asarray(rows)
+    for name in ("row_scales", "column_scales", "compensator_keys", "compensator_values"):
+        x, y = (leaves(s)[name][done].astype(np.float32) for s in (expected, got))
+        np.testing.assert_allclose(y, x, rtol=0, atol=2e-3 * np.abs(x).max(), err_msg=name)
+    before, after = (jax.tree.map(lambda x: x[np.flatnonzero(done)], s) for s in (state, got))
+    largest, number, size = code_differences(config, before, after)
+    assert largest <= 1 and number <= 2 + 1e-4 * size
+
+
+def test_decode_copies_no_state() -> None:
+    config, state, token = random_state(SHAPES["qwen3.5-9b"], 64, position=[0] * 64)
+    tokens = tuple(jnp.repeat(x[:, None], 4, axis=1) for x in token)
+    decode = jax.jit(lambda s, *t: lq.decode(config, s, *t, implementation="mosaic_gpu"), donate_argnums=0)
+    memory = decode.lower(state, *tokens).compile().memory_analysis()
+    size = lq.state_bytes(config, state)["total"]
+    assert memory.alias_size_in_bytes >= 0.99 * size
+    assert memory.temp_size_in_bytes < 0.25 * size  # the token inputs, time-major; the state alone would be 1.0
+
+
+def test_a_trace_of_4095_tokens() -> None:
+    """Window by window through both paths from the same state: codes equal, or ties of the last rounding."""
+    batch, length = 2, 4096
+    config = lq.LeapConfig()
+    sizes = dict(batch=batch, num_heads=8, num_key_heads=4, key_dim=128, value_dim=128)
+    state = lq.init_state(config, **sizes)
+    keys = jax.random.split(jax.random.key(0), 5)
+
+    def normal(i: int, *size: int) -> jax.Array:
+        return jax.random.normal(keys[i], (length // 16, batch, 16, *size))
+
+    # Keys drift, and heads forget at very different rates, as in a trained model.
+    k = lq.l2norm(normal(0, 4, 128) + 2 * jax.random.normal(keys[4], (128,))[None, None, None, None])
+    q = lq.l2norm(normal(1, 4, 128)) * jnp.float32(128**-0.5)
+    rates = jnp.exp2(-jnp.arange(8, dtype=jnp.float32) * 1.5 - 1)
+    g = -jnp.abs(normal(3, 8)) * rates[None, None, None]
+    beta = jax.nn.sigmoid(normal(4, 8))
+    v = normal(2, 8, 128)
+    windows = {
+        name: jax.jit(lambda s, *t, name=name: lq.decode(config, s, *t, implementation=name))
+        for name in ("xla", "mosaic_gpu")
+    }
+    # One token short of the window's end; the fold itself is then made by each path's own step.
+    last = {
+        name: jax.jit(lambda s, *t, name=name: lq.step(config, s, *t, implementation=name))
+        for name in ("xla", "mosaic_gpu")
+    }
+    differing, given, total, worst_out = 0, 0, 0, 0.0
+    for w in range(length // 16):
+        token = tuple(x[w] for x in (q, k, v, g, beta))
+        outs, folded = {}, {}
+        before, _ = windows["xla"](state, *(x[:, :15] for x in token))
+        for name in windows:
+            _, outs[name] = windows[name](state, *(x[:, :15] for x in token))
+            folded[name], _ = last[name](before, *(x[:, 15] for x in token))
+        scale = float(jnp.abs(outs["xla"]).max())
+        worst_out = max(worst_out, float(jnp.abs(outs["xla"] - outs["mosaic_gpu"]).max()) / scale)
+        codes = [np.asarray(folded[name].codes, np.int32) for name in windows]
+        differing += int((codes[0] != codes[1]).sum())
+        total += codes[0].size
+        if w % 16 == 0:  # of the differences, those not explained by a compensator rounded the other way
+            full, _ = xla_append(config, before, *(x[:, 15] for x in token))
+            largest, number, _ = code_differences(config, full, folded["mosaic_gpu"])
+            assert largest <= 1
+            given += 16 * number
+        state = folded["xla"]
+    report = dict(codes=total, differing=differing / total, given_compensators=given / total, worst_output=worst_out)
+    print(json.dumps(report))
+    if folder := os.environ.get("OUT"):
+        with open(os.path.join(folder, "trace.json"), "w") as file:
+            json.dump(report, file)
+    assert worst_out < 2e-3
+    assert given / total <= 1e-4
+
+
+def test_a_row_beyond_two_to_the_31_elements() -> None:  # CASES A03
+    """The last rows of a batch whose codes have more than 2^31 elements, against the same rows alone."""
+    shape, batch = Shape(16, 16), 8448  # 8448 x 16 x 16384 > 2^31
+    config, small, token = random_state(shape, 2)
+    grow = jax.jit(lambda x: jnp.concatenate([jnp.broadcast_to(x[:1], (batch - 2, *x.shape[1:])), x]))
+    large = jax.tree.map(grow, small)
+    step = jax.jit(lambda s, *t: pallas_kernels.append(config, s, *t))
+    few, expected = step(small, *token)
+    many, got = step(large, *(grow(x) for x in token))
+    np.testing.assert_array_equal(got[-2:], expected)
+    np.testing.assert_array_equal(many.ring_values[-2:], few.ring_values)
+    del many, got
+    rows = jnp.zeros((batch,), bool).at[-1].set(True)
+    fold = jax.jit(lambda s, r: pallas_kernels.fold(config, s, r), donate_argnums=0)
+    alone = fold(jax.tree.map(jnp.copy, small), jnp.array([False, True]))
+    together = fold(dataclasses.replace(large), rows)
+    np.testing.assert_array_equal(together.codes[-2:], alone.codes)
