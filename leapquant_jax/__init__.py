@@ -5,6 +5,10 @@ state = lq.init_state(config, batch=1, num_heads=32, num_key_heads=16, key_dim=1
 state, out = lq.step(config, state, q, k, v, g, beta)
 """
 
+from leapquant_jax.checkpoint import Checkpoint as Checkpoint
+from leapquant_jax.checkpoint import load_state as load_state
+from leapquant_jax.checkpoint import read_checkpoint as read_checkpoint
+from leapquant_jax.checkpoint import save_state as save_state
 from leapquant_jax.chunked import chunked_delta_rule as chunked_delta_rule
 from leapquant_jax.config import LeapConfig as LeapConfig
 from leapquant_jax.exact import exact_decode as exact_decode

@@ -57,9 +57,7 @@ def folded(name):
     state = hp.init_from(config, dense[None], **_sizes(len(names)))
     low_rank = np.zeros(dense.shape)
     if config.rank:
-        keys, values = (
-            np.asarray(x[0]).astype(np.float64) for x in (state.compensator_keys, state.compensator_values)
-        )
+        keys, values = (np.asarray(x[0]).astype(np.float64) for x in (state.compensator_keys, state.compensator_values))
         low_rank = np.einsum("hrk,hrv->hkv", keys, values)
     rows = np.ones((len(names), K)) if state.row_scales is None else np.asarray(state.row_scales[0], np.float64)
     columns = np.asarray(state.column_scales[0], np.float64)

@@ -151,9 +151,7 @@ def test_A22_an_impossible_number_is_refused_per_row(number):
 
 def test_A23_random_programs_against_a_list():
     """500 random operations on each of 16 rows; the model of a row is the list of its states since the last fold."""
-    config = lq.LeapConfig(
-        bits=None, boundary_dtype="float32", rank=0, smoothing=0, record_dtype="float32", window=6
-    )
+    config = lq.LeapConfig(bits=None, boundary_dtype="float32", rank=0, smoothing=0, record_dtype="float32", window=6)
     sizes = dict(batch=16, num_heads=1, num_key_heads=1, key_dim=4, value_dim=3)
     rng = np.random.default_rng(7)
     take, put = jax.jit(lq.take_rows), jax.jit(lq.put_rows)
