@@ -1,8 +1,8 @@
 """What a low-bit recurrent state costs: a hybrid model decodes text and recall streams with every state method.
 
     python -m experiments.accuracy                              # about five minutes on two CPU cores
-    python -m experiments.accuracy --num_tokens=65536 --num_streams=8 --output_dir=runs/long      # on a GPU
-    python -m experiments.accuracy --methods=step-int8,window-int8,window-int8+smoothing,leapquant-int8
+    python -m experiments.accuracy --num_tokens=65536 --num_streams=8 --output_dir=runs/long    # on a GPU
+    python -m experiments.accuracy --methods=all,window-int8+smoothing --output_dir=runs/ablation
 
 All streams are read token by token through `qwen35.decode_step`, their state never reset, and every method is compared
 with the fp32 state (`exact`) at each token. Half of the streams are held-out text; the other half has values written into
@@ -48,11 +48,10 @@ class Settings:
     model_dir: str = option(str(DEFAULT_MODEL), "Folder with config.json and model.safetensors.")
     methods: tuple[str, ...] = option(
         ("all",),
-        "State methods to compare with exact: all of the library's (all), or some of "
-        f"{', '.join(ablations.known_methods())}.",
+        f"State methods to compare with exact: all (those of the library) and {', '.join(ablations.known_methods())}.",
     )
-    num_streams: int = option(3, "Streams of each sort, text and recall.")
-    num_tokens: int = option(1536, "Length of every stream; a multiple of --segment.")
+    num_streams: int = option(4, "Streams of each sort, text and recall.")
+    num_tokens: int = option(2048, "Length of every stream; a multiple of --segment.")
     segment: int = option(128, "Tokens that one method reads before the next one does.")
     seed: int = option(0, "Chooses text and tasks.")
     text_file: str = option("", "Text to use in place of the committed held-out text.")
@@ -88,13 +87,15 @@ class Job:
 
 
 def chosen_methods(names: Sequence[str]) -> list[lq.Method]:
-    """`exact` first, then the methods named, each once.
+    """`exact` first, then the methods named, each once; "all" stands for those of the library.
 
     Raises:
       ValueError: For an unknown name.
     """
-    names = lq.list_methods() if list(names) == ["all"] else names
-    return [ablations.get_method(name) for name in dict.fromkeys(["exact", *names])]
+    expanded = ["exact"]
+    for name in names:
+        expanded += lq.list_methods() if name == "all" else [name]
+    return [ablations.get_method(name) for name in dict.fromkeys(expanded)]
 
 
 def prepare(settings: Settings) -> Job:
