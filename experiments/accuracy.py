@@ -6,8 +6,8 @@
 
 All streams are read token by token through `qwen35.decode_step`, their state never reset, and every method is compared
 with the fp32 state (`exact`) at each token. Half of the streams are held-out text; the other half has values written into
-it that are asked for up to 16,384 tokens later, beyond what the model's attention sees, so that only the recurrent state
-can answer.
+it that are asked for up to 16,384 tokens later (at most half a stream), beyond what the model's attention sees, so that
+only the recurrent state can answer.
 
 The folder --output_dir then holds
 

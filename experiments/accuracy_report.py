@@ -11,6 +11,7 @@ from experiments.streams import RECALL, TEXT
 
 # Kinds whose answer is a value written once, at a known time: those of the headline. The others are in the records.
 _VALUES = ("register", "overwritten")
+_FEW = 10  # octaves of age with fewer answers than this are not drawn
 
 
 def write(directory: Path) -> str:
@@ -200,18 +201,21 @@ def figure_recall(results: Results, path: Path) -> None:
     for axis, kind in zip(axes, _VALUES, strict=True):
         for name in results.methods:
             found = results.find("recall_by_age", name, kind=kind)
+            found = [r for r in found if r["count"] >= _FEW] or found
             ages = [r["min_age"] * math.sqrt(2) for r in found]
             axis.plot(ages, [100 * r["accuracy"] for r in found], **plots.style(name))
         axis.axhline(100 * tasks.CHANCE[kind], color="0.5", linewidth=0.8)
         if window:
-            axis.axvspan(axis.get_xlim()[0], window, color="0.93", zorder=0, linewidth=0)
+            axis.axvline(window, color="0.5", linestyle="dotted", linewidth=1)
         axis.set_xscale("log", base=2)
         axis.xaxis.set_major_formatter(plots.tokens_formatter())
         title = {"register": "written once"}.get(kind, kind)
         axis.set(xlabel="age of the write, tokens", title=title, ylim=(-2, 102))
     axes[0].set_ylabel("answers right, %")
     if window:
-        axes[0].text(0.02, 0.03, "grey: within the\nattention window", transform=axes[0].transAxes, fontsize=8)
+        axes[0].annotate(
+            "  attention ends here", (window, 3), fontsize=8, color="0.3", rotation=90, va="bottom", ha="right"
+        )
     axes[-1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5))
     plots.save(figure, path)
 
@@ -222,7 +226,7 @@ def figure_likelihood(results: Results, path: Path) -> None:
     for axis, group in zip(axes, (TEXT, RECALL), strict=True):
         for name in results.methods:
             found = results.find("quality_by_position", name, group=group)
-            values = [float(r["kl"]) for r in found]
+            values = [float(r["kl"]) or math.nan for r in found]
             if name != "exact" and any(v > 0 for v in values):
                 axis.plot([r["min_position"] * math.sqrt(2) for r in found], values, **plots.style(name))
         axis.set_xscale("log", base=2)

@@ -1,5 +1,6 @@
 """One look for all figures: colours that the colour-blind can tell apart, and a line style for each family."""
 
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,14 @@ BLACK, ORANGE, SKY, GREEN, BLUE, VERMILION, PURPLE = (
 plt.rcParams.update(
     {
         "axes.grid": True, "axes.spines.right": False, "axes.spines.top": False, "figure.dpi": 110, "font.size": 10,
-        "grid.alpha": 0.3, "legend.frameon": False, "lines.linewidth": 1.6, "savefig.bbox": "tight",
+        "grid.alpha": 0.3, "legend.frameon": False, "lines.linewidth": 1.6, "lines.markersize": 4, "savefig.bbox": "tight",
     }
 )  # fmt: skip
 
 _BY_WIDTH = {
     "fp32": BLACK, "bf16": ORANGE, "fp16": SKY, "fp8": PURPLE, "int8": BLUE, "int6": GREEN, "int4": VERMILION,
 }  # fmt: skip
+_MARKERS = "ovs^Dx"  # of the ablations, which share colour and dashes
 _BY_FAMILY = {"step": (0, (1, 1.2)), "window": (0, (5, 1.5)), "leapquant": "solid", "exact": "solid"}
 
 
@@ -34,8 +36,10 @@ def style(method: str) -> dict[str, Any]:
     width, _, addition = rest.partition("+")
     width = width.partition("-")[0]
     look = {"color": _BY_WIDTH.get(width, BLACK), "linestyle": _BY_FAMILY.get(family, "dashdot"), "label": method}
-    if addition:
-        look |= {"linestyle": "dashdot", "alpha": 0.75}
+    if method == "exact":
+        return look | {"color": "0.7", "linewidth": 4}
+    if addition or rest != width:
+        look |= {"linestyle": "dashdot", "marker": _MARKERS[zlib.crc32(method.encode()) % len(_MARKERS)]}
     return look
 
 

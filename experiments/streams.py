@@ -10,6 +10,7 @@ import numpy as np
 from experiments import corpus, tasks
 
 TEXT, RECALL = "text", "recall"
+_YOUNGEST, _OLDEST = 32, 16384  # ages of the values asked for, in tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +70,8 @@ def make_streams(num_streams: int, num_tokens: int, seed: int, text_file: str | 
     spans = corpus.text_spans(text, num_streams, num_tokens - 1, seed)
     begin = np.full((num_streams, 1), corpus.BOS, np.int32)
     plain = np.concatenate([begin, corpus.to_tokens(spans)], axis=1)
-    recall = tasks.recall_streams(num_streams, num_tokens, seed, text=text)
+    max_age = min(_OLDEST, max(_YOUNGEST, num_tokens // 2))  # both ends of many an answer have to fit in
+    recall = tasks.recall_streams(num_streams, num_tokens, seed, text=text, min_age=_YOUNGEST, max_age=max_age)
     answers = dataclasses.replace(recall.answers, stream=recall.answers.stream + num_streams)
     groups = (TEXT,) * num_streams + (RECALL,) * num_streams
     return Streams(np.concatenate([plain, recall.tokens]), groups, answers)
