@@ -65,7 +65,7 @@ def check_room(config: Config, cache: Cache, added: Array | int, *, more: int = 
     Raises:
       ValueError: If a row would hold more than `max_length` tokens.
     """
-    slots = [layer.keys.shape[2] for layer in cache.layers if isinstance(layer, AttentionCache)]
+    slots = _attention_slots(cache)
     if not slots or config.attention_window is not None:
         return
     lengths = _values(cache.lengths)
@@ -90,6 +90,15 @@ def _check_cache(config: Config, cache: Cache, batch: int) -> None:
         raise ValueError(f"tokens have {batch} rows but the cache has {cache.lengths.shape[0]}")
     if len(cache.layers) != config.num_hidden_layers:
         raise ValueError(f"cache has {len(cache.layers)} layers, the model {config.num_hidden_layers}")
+    window = config.attention_window
+    if window is not None and any(slots != window for slots in _attention_slots(cache)):
+        raise ValueError(
+            f"the cache was not made for attention_window={window}: use init_cache with the model's config"
+        )
+
+
+def _attention_slots(cache: Cache) -> list[int]:
+    return [layer.keys.shape[2] for layer in cache.layers if isinstance(layer, AttentionCache)]
 
 
 def _values(x: Array) -> np.ndarray | None:

@@ -1,4 +1,8 @@
-"""The Qwen3.5 text model, and its two entry points: prefill and decode_step."""
+"""The Qwen3.5 text model, and its two entry points: prefill and decode_step.
+
+A row of a batch holds one text, and nothing of its result depends on the other rows: at a given batch width it is the
+same bit for bit. Across batch widths it agrees up to rounding, because a matrix product may sum in another order.
+"""
 
 import functools
 from typing import Any
@@ -135,8 +139,8 @@ def prefill(
       model: The parameters.
       tokens: int [B, T].
       cache: The cache before the call.
-      mask: [B, T], nonzero at real tokens; None when all are. Padding may stand anywhere, and a row may be all
-        padding: its cache is then unchanged.
+      mask: [B, T], nonzero at real tokens of this call; None when all are. Padding may stand anywhere, and a row
+        may be all padding: its cache is then unchanged.
       last_only: Return the logits of each row's last real token only.
       remat: Recompute layers in the backward pass instead of storing their activations.
 
@@ -163,6 +167,9 @@ def prefill(
 
 def decode_step(model: Model, tokens: Array, cache: Cache, *, active: Array | None = None) -> tuple[Array, Cache]:
     """Feeds one token to every row.
+
+    Called outside a trace, it reads the cache's lengths to see that there is room (unless a window bounds attention),
+    which waits for the step before. `generate`, or a `jax.lax.scan` of this function, has no such wait.
 
     Args:
       model: The parameters.

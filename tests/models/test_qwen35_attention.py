@@ -104,6 +104,12 @@ def test_window_cache_stays_small_and_never_fills(small):
     assert np.abs(whole[:, 40:] - plain[:, 40:]).max() > 0.01
 
 
+def test_a_cache_of_another_window_is_refused(small):
+    model = qwen35.with_config(small.model, dataclasses.replace(small.config, attention_window=16))
+    with pytest.raises(ValueError, match="attention_window=16"):
+        qwen35.decode_step(model, jnp.zeros((1,), jnp.int32), small.cache(1))
+
+
 def test_full_cache_raises_before_writing(small):
     cache = small.cache(2, max_length=8)
     with pytest.raises(ValueError, match="max_length=8"):

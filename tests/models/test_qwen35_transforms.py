@@ -75,7 +75,7 @@ def test_B20_scan_over_layers_equals_unrolled_layers(tiny_a):
             np.testing.assert_allclose(a, b[i], rtol=1e-5, atol=1e-5)
 
 
-def test_one_compile_for_all_steps_and_no_copy_of_parameters(small):
+def test_B09_B19_one_compile_for_all_steps_and_a_donated_cache_is_reused(small):
     cache = small.cache(3, method="leapquant-int8")
     fresh = small.cache(1, method="leapquant-int8")
     logits, cache = qwen35.decode_step(small.model, jnp.zeros((3,), jnp.int32), cache)
