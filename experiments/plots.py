@@ -1,6 +1,6 @@
 """One look for all figures: colours that the colour-blind can tell apart, and a line style for each family."""
 
-import zlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +26,23 @@ plt.rcParams.update(
 _BY_WIDTH = {
     "fp32": BLACK, "bf16": ORANGE, "fp16": SKY, "fp8": PURPLE, "int8": BLUE, "int6": GREEN, "int4": VERMILION,
 }  # fmt: skip
-_MARKERS = "ovs^Dx"  # of the ablations, which share colour and dashes
 _BY_FAMILY = {"step": (0, (1, 1.2)), "window": (0, (5, 1.5)), "leapquant": "solid", "exact": "solid"}
+# Ablations share colour and dashes, and are told apart by markers.
+_BY_CHANGE = {
+    "+smoothing": "^", "+compensators": "s", "-svd": "v", "-hadamard": "D", "-no-clip": "x", "-bf16-records": "o",
+}  # fmt: skip
 
 
 def style(method: str) -> dict[str, Any]:
-    """Line style of a method by name: colour tells the number format, the dashes how often it is rounded."""
+    """Line style of a method by name: colour is the number format, dashes how often it is rounded."""
     family, _, rest = method.partition("-")
-    width, _, addition = rest.partition("+")
-    width = width.partition("-")[0]
+    width = re.split("[-+]", rest)[0]
+    change = rest.removeprefix(width)
     look = {"color": _BY_WIDTH.get(width, BLACK), "linestyle": _BY_FAMILY.get(family, "dashdot"), "label": method}
     if method == "exact":
         return look | {"color": "0.7", "linewidth": 4}
-    if addition or rest != width:
-        look |= {"linestyle": "dashdot", "marker": _MARKERS[zlib.crc32(method.encode()) % len(_MARKERS)]}
+    if change:
+        look |= {"linestyle": "dashdot", "marker": _BY_CHANGE.get(change)}
     return look
 
 
