@@ -145,7 +145,7 @@ def prefill(
     active = where < tokens[:, None]
     where = jnp.minimum(where, length - 1)
     rows = jnp.arange(state.batch, dtype=jnp.int32)[:, None]
-    arrays = [x[rows, where] for x in (q, k, v, g, beta)]
+    arrays = [jnp.asarray(x)[rows, where] for x in (q, k, v, g, beta)]
     append = _batched_step(config, backends.resolve(config, state, implementation), folds=False)
     state, tail_outs = inputs.scan_tokens(append, state, tuple(arrays), active)
     target = jnp.where(active, where, length)
