@@ -66,7 +66,8 @@ def make_state(shape, batch: int) -> tuple[lq.LeapConfig, LeapState, tuple]:
         value_dim=shape.value_dim,
     )  # fmt: skip
 
-    def fill(x: jax.Array) -> jax.Array:
+    def fill(x: jax.Array | None) -> jax.Array:
+        assert x is not None
         if x.dtype == jnp.int8:
             return jnp.asarray(random.integers(-127, 128, x.shape), jnp.int8)
         return jnp.asarray(0.1 * random.standard_normal(x.shape), x.dtype)
@@ -91,7 +92,7 @@ class KernelTimer:
     def __enter__(self):
         from jax.experimental.mosaic.gpu.profiler import mosaic_gpu_lib  # only on a machine with a GPU
 
-        self._cupti = mosaic_gpu_lib._mosaic_gpu_ext
+        self._cupti = getattr(mosaic_gpu_lib, "_mosaic_gpu_ext")  # noqa: B009 (absent from its type)
         self._cupti._cupti_init()
         self.times: list[tuple[str, float]] = []
         return self

@@ -78,7 +78,8 @@ def launch(
         grid=(blocks,),
         grid_names=("block",),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
-        **({} if groups == 1 else dict(num_threads=groups, thread_name="warpgroup")),
+        num_threads=groups if groups > 1 else None,
+        thread_name="warpgroup" if groups > 1 else None,
     )
     refs = [jax.new_ref(x) for x in updates]
     new = kernel(*inputs, *refs)

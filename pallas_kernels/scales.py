@@ -9,7 +9,8 @@ def power_of_two_scale(lanes: Lanes, largest: Value) -> tuple[Value, Value]:
     plain = lanes.binary("or", largest.equals(0), exponent.equals(255))
     up = lanes.select(exponent < 253, exponent + 1, 254) << 23
     down = lanes.select(exponent < 253, (253 - exponent) << 23, 0x400000)
-    return tuple(lanes.from_bits(lanes.select(plain, 0x3F800000, x)) for x in (up, down))
+    up, down = (lanes.from_bits(lanes.select(plain, 0x3F800000, x)) for x in (up, down))
+    return up, down
 
 
 def suffix_sums(lanes: Lanes, log_decay: Value, window: int, lane: Value) -> tuple[Value, Value]:

@@ -1,6 +1,7 @@
 """What the kernels can run."""
 
 import jax
+from jax import Array
 
 from leapquant_jax.config import LeapConfig
 from leapquant_jax.state import LeapState
@@ -50,5 +51,17 @@ def _supports_device() -> str | None:
         return f"the kernels need a Hopper GPU (sm_90) and the default device is {device.device_kind!r}"
     capability = str(getattr(device, "compute_capability", ""))
     if not capability.startswith("9."):
-        return f"the kernels need compute capability 9.0 and {device.device_kind!r} has {capability or 'an unknown one'}"
+        return (
+            f"the kernels need compute capability 9.0 and {device.device_kind!r} has {capability or 'an unknown one'}"
+        )
     return None
+
+
+def boundary_leaves(state: LeapState) -> dict[str, Array]:
+    """The leaves a fold rewrites, in the order in which the kernels take them; a state they support has them all."""
+    names = ("codes", "row_scales", "column_scales", "compensator_keys", "compensator_values")
+    leaves = {name: getattr(state, name) for name in names}
+    missing = [name for name, leaf in leaves.items() if leaf is None]
+    if missing:
+        raise NotImplementedError(f"the kernels need {', '.join(missing)}: see pallas_kernels.supports")
+    return leaves

@@ -10,6 +10,7 @@ from leapquant_jax.config import LeapConfig
 from leapquant_jax.state import LeapState
 from pallas_kernels.append.program import THREADS, AppendSpec, append_program
 from pallas_kernels.compat import launch
+from pallas_kernels.support import boundary_leaves
 from pallas_kernels.tuning import Launch, choose_launch
 
 
@@ -53,7 +54,7 @@ def append(
         threads=THREADS,
         shared_bytes=spec.shared_bytes,
         inputs=[
-            state.codes, state.row_scales, state.column_scales, state.compensator_keys, state.compensator_values,
+            *boundary_leaves(state).values(),
             state.position, mask, q, k, v, g.astype(jnp.float32), beta.astype(jnp.float32),
         ],
         updates=[state.ring_keys, state.ring_values, state.ring_scales, state.ring_log_decays],

@@ -84,7 +84,9 @@ def _fixed_point(lanes: Lanes, x: list[Value]) -> tuple[list[Value], Value]:
     largest = lanes.bits(lanes.abs(x[0]))
     for value in x[1:]:
         other = lanes.bits(lanes.abs(value))
-        largest = lanes.select(other > largest, other, largest)  # bit patterns of non-negative floats sort like integers
+        largest = lanes.select(
+            other > largest, other, largest
+        )  # bit patterns of non-negative floats sort like integers
     largest = lanes.warp_max(largest)
     exponent = largest >> 23
     exponent = lanes.select(exponent < 22, 22, exponent)
@@ -210,7 +212,10 @@ def append_program(
                 for i in range(0, window, groups)
             ]
             + [
-                (group + (window + i), lanes.load(fixed_values[n] + in_row + i * value_dim * 2, 2, when=group + i < rank))
+                (
+                    group + (window + i),
+                    lanes.load(fixed_values[n] + in_row + i * value_dim * 2, 2, when=group + i < rank),
+                )
                 for i in range(0, rank, groups)
             ]
             for n in every
@@ -254,7 +259,9 @@ def append_program(
                     i = 2 * ((n * tiles + m) * chunks + j)
                     upper, lower = (lanes.load(slot + (i + half) * THREADS * 16, 4) for half in range(2))
                     for i in (0, 2):
-                        acc = lanes.mma_s8(acc, [upper[i], lower[i], upper[i + 1], lower[i + 1]], vectors[n][j][i : i + 2])
+                        acc = lanes.mma_s8(
+                            acc, [upper[i], lower[i], upper[i + 1], lower[i + 1]], vectors[n][j][i : i + 2]
+                        )
                 for half in range(2):
                     low, high = lanes.to_float(acc[2 * half]), lanes.to_float(acc[2 * half + 1])
                     total = lanes.all_sum(lanes.fma(low, first_weight, high * second_weight), (1,))
@@ -320,7 +327,9 @@ def append_program(
                     own = lanes.select(table_row < window, weight[0], factor) if start < window else factor
                     lanes.store(place, [s * own for s in sums], when=inside_table)
                 elif start < window:
-                    extra = lanes.shared(own_coefficients + (table_row + (spec.rows + window * (n - 1))) * 8) + coefficients
+                    extra = (
+                        lanes.shared(own_coefficients + (table_row + (spec.rows + window * (n - 1))) * 8) + coefficients
+                    )
                     lanes.store(extra, [s * weight[n] for s in sums], when=table_row < window)
         lanes.warp_barrier()
 

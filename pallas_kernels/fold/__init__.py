@@ -11,6 +11,7 @@ from leapquant_jax.state import LeapState
 from pallas_kernels.compat import launch
 from pallas_kernels.fold.narrow import NarrowSpec, narrow_program
 from pallas_kernels.fold.wide import WideSpec, wide_program
+from pallas_kernels.support import boundary_leaves
 from pallas_kernels.tuning import Launch, choose_launch
 
 _LAYOUTS = {"wide": (WideSpec, wide_program), "narrow": (NarrowSpec, narrow_program)}
@@ -43,8 +44,12 @@ def fold(
     # The kernel's workers share out the heads of the full rows only: their indices first, and how many there are.
     counted = jnp.cumsum(rows.astype(jnp.int32))
     indices = jnp.arange(batch, dtype=jnp.int32)
-    order = jnp.zeros((batch,), jnp.int32).at[jnp.where(rows, counted - 1, batch)].set(indices, mode="drop", unique_indices=True)
-    names = ("codes", "row_scales", "column_scales", "compensator_keys", "compensator_values")
+    order = (
+        jnp.zeros((batch,), jnp.int32)
+        .at[jnp.where(rows, counted - 1, batch)]
+        .set(indices, mode="drop", unique_indices=True)
+    )
+    boundary = boundary_leaves(state)
     updated, _ = launch(
         lambda lanes, *arrays: program(spec, lanes, *arrays),
         name="leapquant_fold",
@@ -56,8 +61,8 @@ def fold(
             order, counted[-1:], jnp.asarray(start_directions(config.rank, state.value_dim)), state.position,
             state.ring_keys, state.ring_values, state.ring_scales, state.ring_log_decays,
         ],
-        updates=[getattr(state, name) for name in names],
+        updates=list(boundary.values()),
         interpret=interpret,
     )  # fmt: skip
     position = jnp.where(rows, jnp.int32(0), state.position)
-    return dataclasses.replace(state, **dict(zip(names, updated, strict=True)), position=position)
+    return dataclasses.replace(state, **dict(zip(boundary, updated, strict=True)), position=position)

@@ -211,7 +211,9 @@ def narrow_program(
                 word = lanes.pack_half(new, new)
                 lanes.store_half(pointer + index * 2 + 2 * r * size, word)
                 rounded = lanes.unpack_half(word)[0] * per_root
-                lanes.store_half(lanes.shared(index * 2) + (places[place] + 2 * r * size), lanes.pack_half(rounded, rounded))
+                lanes.store_half(
+                    lanes.shared(index * 2) + (places[place] + 2 * r * size), lanes.pack_half(rounded, rounded)
+                )
         lanes.barrier()
 
         # --- residual against the rounded compensators --------------------------------------------------------------
@@ -262,7 +264,10 @@ def narrow_program(
             for ii, per_code in enumerate(per_codes, start=i):
                 bits = [lanes.bits(lanes.fma(x_entry, per_code, _ROUND)) for x_entry in residual[ii]]
                 pairs = [lanes.permute_bytes(bits[kk], bits[kk + 1], 0x0040) for kk in range(0, 8, 2)]
-                words = [lanes.permute_bytes(pairs[0], pairs[1], 0x5410), lanes.permute_bytes(pairs[2], pairs[3], 0x5410)]
+                words = [
+                    lanes.permute_bytes(pairs[0], pairs[1], 0x5410),
+                    lanes.permute_bytes(pairs[2], pairs[3], 0x5410),
+                ]
                 lanes.store(code_row + ii * key_dim, words)
         return [next_row, next_live]
 
@@ -304,10 +309,10 @@ class _Operands:
             weights = [lanes.shuffle(weight, self.quad * 2 + (8 * index + i)) for i in range(2)]
             for n, word in enumerate(self.pairs(two_rows)):
                 pair = [x * w for x, w in zip(lanes.unpack_half(word), weights, strict=True)]
-                top = lanes.pack_half(*pair)
+                top = lanes.pack_half(pair[0], pair[1])
                 rest = [x - h for x, h in zip(pair, lanes.unpack_half(top), strict=True)]
                 high[index // 2][n].append(top)
-                low[index // 2][n].append(lanes.pack_half(*rest))
+                low[index // 2][n].append(lanes.pack_half(rest[0], rest[1]))
         if len(rows) % 2:
             for n in range(4):
                 high[-1][n].append(self.none)
@@ -330,7 +335,9 @@ class _Operands:
             return [[*pair, self.none, self.none] for pair in first]
         return [a + b for a, b in zip(first, self._over_values(ring, start, j + 8, live), strict=True)]
 
-    def add(self, tiles: list[list[list[Value]]], over_values: list[list[Value]], over_keys: list[list[list[Value]]]) -> None:
+    def add(
+        self, tiles: list[list[list[Value]]], over_values: list[list[Value]], over_keys: list[list[list[Value]]]
+    ) -> None:
         """Adds the products of one operand over values with each of those over keys to four rows of tiles, in place."""
         for m in range(4):
             for n in range(4):

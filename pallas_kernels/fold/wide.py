@@ -138,7 +138,7 @@ def wide_program(
             k_rows = [lanes.load(keys + (r * key_dim + operand_key) * 2, 4, when=r < rank) for r in pair]
             v_rows = [_load(lanes, values + (r * value_dim + first_value) * 2, value_words, r < rank) for r in pair]
             over_k = [lanes.permute_bytes(k_rows[0][n], k_rows[1][n], own_half) for n in range(4)]
-            return over_k, [value_operand(*v_rows, m) for m in range(value_words)]
+            return over_k, [value_operand(v_rows[0], v_rows[1], m) for m in range(value_words)]
 
         zero, none = lanes.constant(0.0, "f32"), lanes.constant(0, "i32")
 
@@ -183,7 +183,7 @@ def wide_program(
         column_pointer = lanes.at(column_scales, head, 4 * value_dim) + first_value * 4
         row_scale = [x for i in range(2) for x in lanes.floats(lanes.load(row_pointer + 16 * i, 4))]
         column_scale = [x for i in range(0, tile, 4) for x in lanes.floats(lanes.load(column_pointer + 4 * i, 4))]
-        old_factors = factors(key_factors, value_factors)
+        over_k, over_v = factors(key_factors, value_factors)
         key_ring = lanes.at(ring_keys, key_head, 2 * window * key_dim)
         value_ring = lanes.at(ring_values, head, 2 * window * value_dim)
 
@@ -209,20 +209,22 @@ def wide_program(
         for i in range(tile):
             flipped = [w ^ -0x7F7F7F80 for w in code_words[i]]  # 0x80808080: signed bytes to offset binary
             for kk in range(8):
-                code = lanes.from_bits(lanes.permute_bytes(flipped[kk // 4], lanes.constant(0x4B000000, "i32"), 0x7440 + kk % 4))
+                code = lanes.from_bits(
+                    lanes.permute_bytes(flipped[kk // 4], lanes.constant(0x4B000000, "i32"), 0x7440 + kk % 4)
+                )
                 code = (code - 8388736.0) * column_scale[i]
                 tiles[i // 2][kk // 2][2 * (i % 2) + kk % 2] = code * row_scale[kk]
-        add_factors(tiles, *old_factors)
+        add_factors(tiles, over_k, over_v)
         tiles = [[[x * whole for x in place] for place in places] for places in tiles]
 
         # --- rebuild: records ---------------------------------------------------------------------------------
         for chunk in records:
-            over_v: list[list[Value]] = [[] for _ in range(value_words)]
+            values_operand: list[list[Value]] = [[] for _ in range(value_words)]
             high: list[list[Value]] = [[] for _ in range(4)]
             low: list[list[Value]] = [[] for _ in range(4)]
             for half in chunk:
                 for m in range(value_words):
-                    over_v[m] += value_operand(*half.values, m) if half else [none] * 2
+                    values_operand[m] += value_operand(half.values[0], half.values[1], m) if half else [none] * 2
                 weights = [lanes.shuffle(weight, j) for j in half.indices] if half else []
                 for n in range(4):
                     if not half:
@@ -231,13 +233,13 @@ def wide_program(
                         continue
                     pair = lanes.unpack_half(lanes.permute_bytes(half.keys[0][n], half.keys[1][n], own_half))
                     pair = [x * w for x, w in zip(pair, weights, strict=True)]
-                    high[n].append(lanes.pack_half(*pair))
+                    high[n].append(lanes.pack_half(pair[0], pair[1]))
                     rest = [x - h for x, h in zip(pair, lanes.unpack_half(high[n][-1]), strict=True)]
-                    low[n].append(lanes.pack_half(*rest))
+                    low[n].append(lanes.pack_half(rest[0], rest[1]))
             for m in range(value_words):
                 for n in range(4):
-                    tiles[m][n] = lanes.mma_f16(tiles[m][n], over_v[m], high[n])
-                    tiles[m][n] = lanes.mma_f16(tiles[m][n], over_v[m], low[n])
+                    tiles[m][n] = lanes.mma_f16(tiles[m][n], values_operand[m], high[n])
+                    tiles[m][n] = lanes.mma_f16(tiles[m][n], values_operand[m], low[n])
 
         # state[i][kk]: value row first_value + i, key column first_key + kk
         state = [[tiles[i // 2][kk // 2][2 * (i % 2) + kk % 2] * unit for kk in range(8)] for i in range(tile)]
@@ -361,7 +363,9 @@ def wide_program(
         lanes.barrier()
 
         # --- residual against the rounded compensators -------------------------------------------------------------
-        tiles = [[[state[2 * m + c // 2][2 * n + c % 2] for c in range(4)] for n in range(4)] for m in range(value_words)]
+        tiles = [
+            [[state[2 * m + c // 2][2 * n + c % 2] for c in range(4)] for n in range(4)] for m in range(value_words)
+        ]
         over_k, over_v = factors(lanes.shared() + half_keys, lanes.shared() + half_values)
         add_factors(tiles, over_k, [[w ^ -0x7FFF8000 for w in words] for words in over_v])  # 0x80008000: the signs
         residual = [[tiles[i // 2][kk // 2][2 * (i % 2) + kk % 2] for kk in range(8)] for i in range(tile)]

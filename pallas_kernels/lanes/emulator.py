@@ -50,7 +50,9 @@ class _SharedRaces:
             same_warp = last["thread"] // 32 == thread // 32
             unordered = np.where(same_warp, last["warp"] == self._warp_interval, last["block"] == self._block_interval)
             if np.any(unordered & (last["thread"] >= 0) & (last["thread"] != thread)):
-                raise RuntimeError(f"race in shared memory: {'written' if writes else 'read'} after a {kind}, no barrier")
+                raise RuntimeError(
+                    f"race in shared memory: {'written' if writes else 'read'} after a {kind}, no barrier"
+                )
         record = self._last["write" if writes else "read"]
         for name, value in (("thread", thread), ("block", self._block_interval), ("warp", self._warp_interval)):
             record[name][address] = value
@@ -73,7 +75,10 @@ class EmulatedLanes(Lanes):
         return self.thread
 
     def for_items(
-        self, count: int | Value, start: Callable[[Value], list[Value]], body: Callable[[Value, list[Value]], list[Value]]
+        self,
+        count: int | Value,
+        start: Callable[[Value], list[Value]],
+        body: Callable[[Value, list[Value]], list[Value]],
     ) -> None:
         count = count if isinstance(count, int) else int(count.data[0])
         carried = start(self.constant(self._worker, "i32"))
@@ -100,7 +105,9 @@ class EmulatedLanes(Lanes):
             case "max" | "min":
                 data = (np.maximum if op == "max" else np.minimum)(x, y)
             case "div" | "rem":
-                data = (np.floor_divide if op == "div" else np.remainder)(x.view(unsigned), y.view(unsigned)).view(x.dtype)
+                data = (np.floor_divide if op == "div" else np.remainder)(x.view(unsigned), y.view(unsigned)).view(
+                    x.dtype
+                )
             case "and" | "or" | "xor":
                 data = getattr(np, {"and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor"}[op])(x, y)
             case "shl":
@@ -134,7 +141,9 @@ class EmulatedLanes(Lanes):
             case "to_float":
                 return Value(self, "f32", x.astype(np.float32))
             case "round_to_int":
-                return Value(self, "i32", np.nan_to_num(np.rint(x), nan=0.0).clip(-(2.0**31), 2.0**31 - 129).astype(np.int32))
+                return Value(
+                    self, "i32", np.nan_to_num(np.rint(x), nan=0.0).clip(-(2.0**31), 2.0**31 - 129).astype(np.int32)
+                )
             case "half_low" | "half_high":
                 halves = x.view(np.float16).reshape(-1, 2)[:, 0 if op == "half_low" else 1]
                 return Value(self, "f32", halves.astype(np.float32))
@@ -154,8 +163,8 @@ class EmulatedLanes(Lanes):
 
     def permute_bytes(self, a: Value, b: Value, selector: Value | int) -> Value:
         pool = np.concatenate([a.data.view(np.uint8).reshape(-1, 4), b.data.view(np.uint8).reshape(-1, 4)], axis=1)
-        selector = self.value(selector).data
-        picks = np.stack([(selector >> (4 * i)) & 7 for i in range(4)], axis=1)
+        digits = self.value(selector).data
+        picks = np.stack([(digits >> (4 * i)) & 7 for i in range(4)], axis=1)
         return Value(self, "i32", np.ascontiguousarray(np.take_along_axis(pool, picks, axis=1)).view(np.int32)[:, 0])
 
     def shuffle_xor(self, a: Value, mask: int) -> Value:
@@ -166,7 +175,9 @@ class EmulatedLanes(Lanes):
 
     def warp_max(self, a: Value) -> Value:
         per_warp = a.data.view(np.uint32).reshape(-1, 32).max(axis=1, keepdims=True)
-        return Value(self, "i32", np.ascontiguousarray(np.broadcast_to(per_warp, (per_warp.size, 32))).reshape(-1).view(np.int32))
+        return Value(
+            self, "i32", np.ascontiguousarray(np.broadcast_to(per_warp, (per_warp.size, 32))).reshape(-1).view(np.int32)
+        )
 
     def warp_barrier(self) -> None:
         self._races.warp_barrier()
@@ -249,7 +260,9 @@ class EmulatedLanes(Lanes):
         lhs = np.zeros((a.shape[1], 16, 8 * per), wide)
         rhs = np.zeros((a.shape[1], 8 * per, 8), wide)
         for i in range(4):  # register i: rows +8 for odd i, k + half for i >= 2
-            lhs[:, 8 * (i % 2) : 8 * (i % 2) + 8, 4 * per * (i // 2) : 4 * per * (i // 2 + 1)] = a[i].reshape(-1, 8, 4 * per)
+            lhs[:, 8 * (i % 2) : 8 * (i % 2) + 8, 4 * per * (i // 2) : 4 * per * (i // 2 + 1)] = a[i].reshape(
+                -1, 8, 4 * per
+            )
         for i in range(2):
             rhs[:, 4 * per * i : 4 * per * (i + 1)] = b[i].reshape(-1, 8, 4 * per).transpose(0, 2, 1)
         product = np.einsum("wmk,wkn->wmn", lhs, rhs).reshape(-1, 2, 8, 4, 2)
@@ -258,8 +271,8 @@ class EmulatedLanes(Lanes):
 
     def mma_s8(self, acc: list[Value], a: list[Value], b: list[Value]) -> list[Value]:
         fragments = [np.stack([x.data.view(np.int8).reshape(-1, 4) for x in xs]) for xs in (a, b)]
-        return self._mma(acc, *fragments, "i32")
+        return self._mma(acc, fragments[0], fragments[1], "i32")
 
     def mma_f16(self, acc: list[Value], a: list[Value], b: list[Value]) -> list[Value]:
         fragments = [np.stack([x.data.view(np.float16).reshape(-1, 2) for x in xs]) for xs in (a, b)]
-        return self._mma(acc, *fragments, "f32")
+        return self._mma(acc, fragments[0], fragments[1], "f32")

@@ -41,10 +41,18 @@ class MosaicLanes(Lanes):
         base = llvm.ptrtoint(i32, utils.memref_ptr(shared_ref))
         self._shared_base = (Value(self, "i32", base) + inside * shared_bytes).data
 
-    def _asm(self, text: str, operands: list[Any], constraints: str, results: int, kind: str = "i32", pure: bool = False):
+    def _asm(
+        self, text: str, operands: list[Any], constraints: str, results: int, kind: str = "i32", pure: bool = False
+    ):
         """Inline PTX with `results` registers of one kind; a pure one may be moved, merged or dropped."""
         result_type = self._types[kind]
-        ty = self._void if results == 0 else result_type if results == 1 else llvm.StructType.get_literal([result_type] * results)
+        ty = (
+            self._void
+            if results == 0
+            else result_type
+            if results == 1
+            else llvm.StructType.get_literal([result_type] * results)
+        )
         out = llvm.inline_asm(ty, operands, text, constraints, has_side_effects=not pure)
         if results <= 1:
             return [] if results == 0 else [Value(self, kind, out)]
@@ -80,7 +88,11 @@ class MosaicLanes(Lanes):
             case "abs":
                 return Value(self, "f32", math.absf(x))
             case "sqrt" | "reciprocal" | "reciprocal_sqrt" | "exp2":
-                name = {"sqrt": "sqrt.approx.ftz", "reciprocal": "rcp.approx.ftz", "reciprocal_sqrt": "rsqrt.approx.ftz"}
+                name = {
+                    "sqrt": "sqrt.approx.ftz",
+                    "reciprocal": "rcp.approx.ftz",
+                    "reciprocal_sqrt": "rsqrt.approx.ftz",
+                }
                 text = f"{name.get(op, 'ex2.approx')}.f32 $0, $1;"
                 return self._asm(text, [x], "=f,f", 1, "f32", pure=True)[0]
             case "bits":
@@ -135,7 +147,10 @@ class MosaicLanes(Lanes):
         return self.thread + (opaque >> 31)  # items are not negative
 
     def for_items(
-        self, count: int | Value, start: Callable[[Value], list[Value]], body: Callable[[Value, list[Value]], list[Value]]
+        self,
+        count: int | Value,
+        start: Callable[[Value], list[Value]],
+        body: Callable[[Value, list[Value]], list[Value]],
     ) -> None:
         first = self._worker
         carried = start(first)
@@ -153,7 +168,9 @@ class MosaicLanes(Lanes):
     def repeat(self, count: int, body: Callable[[Value], None], unroll: int = 1) -> None:
         looped = count // unroll * unroll if count > unroll else 0
         if looped:
-            [stop] = self._asm("mov.b32 $0, $1;", [self.constant(looped, "i32").data], "=r,r", 1)  # opaque: stays a loop
+            [stop] = self._asm(
+                "mov.b32 $0, $1;", [self.constant(looped, "i32").data], "=r,r", 1
+            )  # opaque: stays a loop
             loop = scf.ForOp(self.constant(0, "i32").data, stop.data, self.constant(unroll, "i32").data)
             with ir.InsertionPoint(loop.body):
                 for i in range(unroll):
@@ -210,7 +227,9 @@ class MosaicLanes(Lanes):
             return self._asm(text, [pointer.base], f"=r,{letter}", 1)[0]
         return self._asm(f"mov.b32 $0, 0; @$2 {text}", [pointer.base, when.data], f"=&r,{letter},b", 1)[0]
 
-    def _store(self, pointer: Pointer, what: str, operands: list[Any], constraints: list[str], when: Value | None) -> None:
+    def _store(
+        self, pointer: Pointer, what: str, operands: list[Any], constraints: list[str], when: Value | None
+    ) -> None:
         space, letter = self._address(pointer)
         text = what.format(space=space, address=f"[$0+{pointer.offset}]")
         guard = "" if when is None else f"@${len(operands) + 1} "
@@ -242,7 +261,9 @@ class MosaicLanes(Lanes):
         if when is None:
             self._asm(text + ";", [target.base, source.base], "r,l", 0)
         else:
-            self._asm(text + ", $2;", [target.base, source.base, self.select(when, self.value(size), 0).data], "r,l,r", 0)
+            self._asm(
+                text + ", $2;", [target.base, source.base, self.select(when, self.value(size), 0).data], "r,l,r", 0
+            )
 
     def copies_done(self) -> None:
         self._asm("cp.async.wait_all;", [], "", 0)

@@ -115,7 +115,10 @@ class Lanes:
     workers: int  # in the whole launch
 
     def for_items(
-        self, count: int | Value, start: Callable[[Value], list[Value]], body: Callable[[Value, list[Value]], list[Value]]
+        self,
+        count: int | Value,
+        start: Callable[[Value], list[Value]],
+        body: Callable[[Value, list[Value]], list[Value]],
     ) -> None:
         """Deals items 0..count-1 to the workers in turn: worker w takes w, w + workers, ... `start(item)` gives the registers
         to carry into a worker's first item, `body(item, carried)` those for its next; `start` must also stand an item of

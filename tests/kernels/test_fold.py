@@ -7,17 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import leapquant_jax.fold
-import leapquant_jax.quantize
-import leapquant_jax.window
+from leapquant_jax.fold import compress as xla_compress
+from leapquant_jax.quantize import quantize as xla_quantize
+from leapquant_jax.window import materialise as xla_materialise
 from pallas_kernels import fold
 from pallas_kernels.shapes import Shape
 from pallas_kernels.tuning import Launch
 from tests.kernels.helpers import leaves, random_state
 
-compress = jax.jit(leapquant_jax.fold.compress, static_argnums=0)
-quantize = jax.jit(leapquant_jax.quantize.quantize, static_argnums=0)
-materialise = jax.jit(leapquant_jax.window.materialise, static_argnums=0)
+compress = jax.jit(xla_compress, static_argnums=0)
+quantize = jax.jit(xla_quantize, static_argnums=0)
+materialise = jax.jit(xla_materialise, static_argnums=0)
 
 CASES = {
     "128": Shape(2, 1),

@@ -16,7 +16,11 @@ from pallas_kernels.support import supports_layout
 def abstract(shape: Shape, batch: int, *, dtype=jnp.float32, gate: str = "scalar", **options) -> tuple:
     config = lq.LeapConfig(**{"rank": shape.rank, "window": shape.window, **options})
     sizes = dict(
-        batch=batch, num_heads=shape.heads, num_key_heads=shape.key_heads, key_dim=shape.key_dim, value_dim=shape.value_dim
+        batch=batch,
+        num_heads=shape.heads,
+        num_key_heads=shape.key_heads,
+        key_dim=shape.key_dim,
+        value_dim=shape.value_dim,
     )
     state = jax.eval_shape(lambda: empty_state(config, **sizes, gate=gate))
     array = jax.ShapeDtypeStruct
@@ -111,7 +115,8 @@ def test_what_is_not_supported_says_why(change: dict, words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "words"), [(Shape(8, 8, 128, 64), "128 x 64"), (Shape(8, 8, 256, 256), "256"), (Shape(10, 2), "value heads")]
+    ("shape", "words"),
+    [(Shape(8, 8, 128, 64), "128 x 64"), (Shape(8, 8, 256, 256), "256"), (Shape(10, 2), "value heads")],
 )
 def test_sizes_that_are_not_supported(shape: Shape, words: str) -> None:
     config, state, _ = abstract(shape, 2)
