@@ -79,6 +79,7 @@ def main(_: list[str]) -> None:
     args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
     lowered = jax.jit(function, donate_argnums=0).trace(*args).lower(lowering_platforms=("cuda",))
     memory = lowered.compile().memory_analysis()
+    assert memory is not None
     for report in sorted(dump.glob("*.ptxas")):
         print(report.read_text())
     print(f"temporaries {memory.temp_size_in_bytes} bytes, updated in place {memory.alias_size_in_bytes} bytes; {dump}")
