@@ -77,22 +77,30 @@ class LeapConfig:
             value = getattr(self, name)
             if not (value is None or isinstance(value, str)) or value not in allowed:
                 raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
-        if self.boundary_dtype is None:
-            if isinstance(self.bits, bool) or self.bits not in BITS:
-                raise ValueError(f"bits must be one of {BITS} (or None with boundary_dtype), got {self.bits!r}")
-            return
-        if self.bits is not None:
-            raise ValueError(f"boundary_dtype={self.boundary_dtype!r} stores floats, not codes: pass bits=None with it")
-        idle = [
-            n
-            for n, off in (("rank", 0), ("smoothing", 0.0), ("rotation", None), ("clip", None))
-            if getattr(self, n) != off
-        ]
-        if idle:
-            raise ValueError(
-                f"{', '.join(idle)} would have no effect with boundary_dtype={self.boundary_dtype!r}, which quantizes "
-                "nothing: pass rank=0, smoothing=0, rotation=None, clip=None"
+        if self.boundary_dtype is None and (isinstance(self.bits, bool) or self.bits not in BITS):
+            raise ValueError(f"bits must be one of {BITS} (or None with boundary_dtype), got {self.bits!r}")
+        if self.boundary_dtype is not None:
+            if self.bits is not None:
+                raise ValueError(
+                    f"boundary_dtype={self.boundary_dtype!r} stores floats, not codes: pass bits=None with it"
+                )
+            self._refuse_idle(
+                f"boundary_dtype={self.boundary_dtype!r}, which quantizes nothing",
+                rank=0, smoothing=0.0, rotation=None, clip=None,
+            )  # fmt: skip
+        if self.rank == 0:
+            self._refuse_idle(
+                "rank=0, which fits no compensators", fit="subspace", fit_iterations=1, compensator_dtype="float16"
             )
+        elif self.fit == "svd":
+            self._refuse_idle("fit='svd', which does not iterate", fit_iterations=1)
+
+    def _refuse_idle(self, partner: str, **off: object) -> None:
+        """Raises ValueError if an option that has no effect beside `partner` is not at its `off` value."""
+        idle = [name for name, value in off.items() if getattr(self, name) != value]
+        if idle:
+            instead = ", ".join(f"{name}={off[name]!r}" for name in idle)
+            raise ValueError(f"{', '.join(idle)} would have no effect with {partner}: pass {instead}")
 
     @property
     def largest_code(self) -> int:
