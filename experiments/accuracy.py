@@ -31,7 +31,16 @@ from absl import app, logging
 from tqdm import tqdm
 
 import leapquant_jax as lq
-from experiments import ablations, accuracy_records, accuracy_report, corpus, metrics, report, run_directory
+from experiments import (
+    ablations,
+    accuracy_figures,
+    accuracy_records,
+    accuracy_report,
+    corpus,
+    metrics,
+    report,
+    run_directory,
+)
 from experiments.lockstep import Lockstep, Progress
 from experiments.run_directory import RunDirectory
 from experiments.settings import define_flags, from_flags, option
@@ -162,7 +171,18 @@ def run(settings: Settings) -> str:
     lockstep, progress = evaluate(settings, job, directory)
     records = [directory.header(), *accuracy_records.records(lockstep, progress)]
     report.write_jsonl(directory.path / "results.jsonl", records)
-    return accuracy_report.write(directory.path)
+    return write_report(directory.path)
+
+
+def write_report(directory: Path) -> str:
+    """Writes table.md and the figures of a folder with a results.jsonl; returns the tables."""
+    results = accuracy_report.Results.read(directory)
+    text = accuracy_report.tables(results)
+    report.write_text(directory / "table.md", text)
+    accuracy_figures.errors(results, directory / "error_by_position.png")
+    accuracy_figures.recall(results, directory / "recall_by_age.png")
+    accuracy_figures.likelihood(results, directory / "kl_by_position.png")
+    return text
 
 
 def main(argv: Sequence[str]) -> None:

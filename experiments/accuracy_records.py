@@ -25,7 +25,36 @@ def records(lockstep: Lockstep, progress: Progress) -> list[dict[str, Any]]:
             *_state_errors(one, layers, lockstep.measure_at),
         ]
         result += [{"method": name, **record} for record in found]
-    return result
+    return [*result, *_additions(lockstep, progress, layers)]
+
+
+# Each part of LeapQuant added to what it is compared with.
+_ADDITIONS = (
+    ("step-int8", "window-int8"),
+    ("window-int8", "window-int8+smoothing"),
+    ("window-int8+smoothing", "leapquant-int8"),
+    ("window-int8", "window-int8+compensators"),
+    ("window-int8+compensators", "leapquant-int8"),
+)
+
+
+def _additions(lockstep: Lockstep, progress: Progress, layers: Sequence[int]) -> Iterable[dict[str, Any]]:
+    """For each part of the method, on how many heads it lowers the final state error, and on which it does not."""
+    errors = {
+        name: one.state_errors[-1].mean(axis=1, dtype=np.float64)
+        for name, one in zip(lockstep.names, progress.tallies, strict=True)
+    }
+    for before, after in _ADDITIONS:
+        if before in errors and after in errors:
+            ratio = errors[after] / errors[before]
+            worse = [(layer, head) for layer, head in np.argwhere(~(ratio < 1)).tolist()]
+            yield {
+                "method": after, "measure": "addition", "than": before, "median_ratio": float(np.median(ratio)),
+                "heads": ratio.size, "better": ratio.size - len(worse),
+                "not_better": [
+                    {"layer": layers[layer], "head": head, "ratio": float(ratio[layer, head])} for layer, head in worse
+                ],
+            }  # fmt: skip
 
 
 def _quality(one: Tally, exact: Tally, lockstep: Lockstep) -> Iterable[dict[str, Any]]:

@@ -121,7 +121,7 @@ def test_a_killed_run_ends_with_the_numbers_of_an_unkilled_one(settings, program
 
 def check_records(directory):
     """Every measure is there for every method, and live arrays are the bytes that are claimed (A29, A30, A36)."""
-    results = accuracy_report.Results(report.read_jsonl(directory / "results.jsonl"))
+    results = accuracy_report.Results.read(directory)
     assert results.methods == ["exact", *METHODS]
     for name in results.methods:
         size = results.one("bytes_per_element", name)
@@ -138,7 +138,7 @@ def check_records(directory):
     quality = results.one("quality", "exact", group=streams.TEXT)
     assert quality["nll_difference"] == 0 and quality["top1_agreement"] == 1 and quality["kl"] == 0
 
-    text = accuracy_report.write(directory)
+    text = accuracy.write_report(directory)
     assert text == (directory / "table.md").read_text() and "leapquant-int8" in text
     assert all((directory / f"{name}.png").stat().st_size for name in ("error_by_position", "recall_by_age"))
 
