@@ -36,8 +36,12 @@ HELD_OUT_ONE_IN = 20
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib2to3"})
 _PROSE_SUFFIXES = (".rst.txt", "_gut.txt")  # reST sources of documentation; Project Gutenberg texts
 
-CORPUS_DIR = flags.DEFINE_string("corpus_dir", str(DEFAULT_DIRECTORY), "Folder of train.bin and manifest.json (ignored by git).")
-_TEXT_DIRS = flags.DEFINE_multi_string("text_dir", [], "Folder searched for prose (*.rst.txt, *_gut.txt). May be repeated.")
+CORPUS_DIR = flags.DEFINE_string(
+    "corpus_dir", str(DEFAULT_DIRECTORY), "Folder of train.bin and manifest.json (ignored by git)."
+)
+_TEXT_DIRS = flags.DEFINE_multi_string(
+    "text_dir", [], "Folder searched for prose (*.rst.txt, *_gut.txt). May be repeated."
+)
 _HELD_OUT_BYTES = flags.DEFINE_integer(
     "write_held_out", 0, "If positive, also rewrite the committed held-out sample with at most this many bytes."
 )
@@ -86,7 +90,9 @@ def build(directory: Path, text_dirs: Sequence[Path] = ()) -> dict:
     for text_dir in text_dirs:
         found = list(prose_files(text_dir))
         if not found:
-            raise ValueError(f"{text_dir} holds no {' or '.join(_PROSE_SUFFIXES)} file; unpack a source there or drop it.")
+            raise ValueError(
+                f"{text_dir} holds no {' or '.join(_PROSE_SUFFIXES)} file; unpack a source there or drop it."
+            )
         files.extend(found)
     files.sort(key=lambda item: _digest(item[0].encode()))  # mixes sources, the same way everywhere
     directory.mkdir(parents=True, exist_ok=True)
@@ -113,7 +119,9 @@ def load_training_text(directory: str | os.PathLike = DEFAULT_DIRECTORY) -> np.n
     directory = Path(directory)
     manifest_file = directory / "manifest.json"
     if not manifest_file.exists():
-        raise ValueError(f"No corpus in {directory}: run `python -m experiments.corpus --corpus_dir {directory}` first.")
+        raise ValueError(
+            f"No corpus in {directory}: run `python -m experiments.corpus --corpus_dir {directory}` first."
+        )
     text = np.memmap(directory / "train.bin", dtype=np.uint8, mode="r")
     expected = json.loads(manifest_file.read_text())["train"]["sha256"]
     if hashlib.sha256(text).hexdigest() != expected:
@@ -147,7 +155,9 @@ def text_spans(text: np.ndarray, num_spans: int, num_bytes: int, seed: int) -> n
         ValueError: If one span is longer than the text.
     """
     if num_bytes > len(text):
-        raise ValueError(f"A span of {num_bytes} bytes does not fit in {len(text)} bytes of text: ask for shorter streams.")
+        raise ValueError(
+            f"A span of {num_bytes} bytes does not fit in {len(text)} bytes of text: ask for shorter streams."
+        )
     shift = np.random.default_rng(seed).integers(len(text))
     starts = (shift + np.arange(num_spans) * len(text) // num_spans) % len(text)
     return text[(starts[:, None] + np.arange(num_bytes)) % len(text)]

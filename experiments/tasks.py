@@ -150,7 +150,9 @@ def grade(streams: RecallStreams, predicted: np.ndarray) -> np.ndarray:
         bool [A]: True where every token of the answer was predicted.
     """
     if predicted.shape != streams.tokens.shape:
-        raise ValueError(f"predicted must have the shape of the tokens {streams.tokens.shape}, but has {predicted.shape}.")
+        raise ValueError(
+            f"predicted must have the shape of the tokens {streams.tokens.shape}, but has {predicted.shape}."
+        )
     right = predicted == streams.tokens
     answers = streams.answers
     last = answers.position + answers.length - 1
@@ -176,7 +178,9 @@ def accuracy_by_age(answers: Answers, correct: np.ndarray, *, kinds: tuple[str, 
         for value in np.unique(octave[of_kind]):
             chosen = of_kind & (octave == value)
             count, hits = int(chosen.sum()), int(correct[chosen].sum())
-            rows.append({"kind": kind, "min_age": int(2**value), "count": count, "correct": hits, "accuracy": hits / count})
+            rows.append(
+                {"kind": kind, "min_age": int(2**value), "count": count, "correct": hits, "accuracy": hits / count}
+            )
     return rows
 
 
@@ -198,7 +202,9 @@ class _Weaver:
         self.written: dict[str, tuple[str, int]] = {}  # key -> newest value and its position
         self.queue: list[tuple[str, int]] = []
         self.queue_due = 0
-        self.counters = {name: [0, 0, False] for name in _COUNTERS}  # value, position of the last change, asked for soon
+        self.counters = {
+            name: [0, 0, False] for name in _COUNTERS
+        }  # value, position of the last change, asked for soon
         self.product, self.product_position, self.product_asked = (0, 1, 2), 0, False
         self.due: list[tuple[int, int, str, tuple]] = []  # heap of (position, serial number, kind, what to do)
         self.serial = 0
@@ -228,7 +234,11 @@ class _Weaver:
         if self.due and self.due[0][0] <= len(self.out):
             _, _, kind, arguments = heapq.heappop(self.due)
         else:
-            full = {"register": not self.fresh_keys, "overwritten": not self.hot_keys, "queue": len(self.queue) >= _MAX_QUEUE}
+            full = {
+                "register": not self.fresh_keys,
+                "overwritten": not self.hot_keys,
+                "queue": len(self.queue) >= _MAX_QUEUE,
+            }
             startable = [name for name in self.mix if not full.get(name)] if len(self.due) < _MAX_LIVE else []
             if not startable:
                 return False
@@ -319,7 +329,9 @@ class _Weaver:
 
     def _later(self, kind: str, arguments: tuple, not_before: int = 0) -> int:
         """Plans a command of this kind after a random age, and returns the position from which it is due."""
-        longest = self.max_age if kind in ("register", "overwritten") else min(self.max_age, max(self.min_age, _SHORT_AGE))
+        longest = (
+            self.max_age if kind in ("register", "overwritten") else min(self.max_age, max(self.min_age, _SHORT_AGE))
+        )
         age = int(self.min_age * (longest / self.min_age) ** next(self.uniform))  # log-uniform
         position = max(len(self.out) + age, not_before)
         heapq.heappush(self.due, (position, self.serial, kind, arguments))
@@ -340,6 +352,8 @@ def _check(num_tokens: int, mix: Mapping[str, float], share: float, min_age: int
     if unknown or not any(weight > 0 for weight in mix.values()) or any(weight < 0 for weight in mix.values()):
         raise ValueError(f"mix must give non-negative shares, one of them positive, to {KINDS}, but is {dict(mix)}.")
     if not 0 < share <= 0.8:
-        raise ValueError(f"synthetic_share must lie in (0, 0.8], but is {share}: the tasks stand between lines of text.")
+        raise ValueError(
+            f"synthetic_share must lie in (0, 0.8], but is {share}: the tasks stand between lines of text."
+        )
     if not 16 <= min_age <= max_age:
         raise ValueError(f"Ages must satisfy 16 <= min_age <= max_age, but are {min_age} and {max_age}.")

@@ -9,7 +9,6 @@ same command is given again. The folder then holds ``model/`` (config.json, mode
 log), ``results.jsonl`` (recall by age, bits per byte by position, half-lives), ``training.png`` and ``README.md``, the model card.
 """
 
-import dataclasses
 import hashlib
 import json
 import math
@@ -31,25 +30,41 @@ from experiments.run_directory import RunDirectory, environment, restore_latest,
 from experiments.train_step import AGE_GROUPS, TrainState, init_train_state, make_train_step
 from models import qwen35
 
-_OUTPUT_DIR = flags.DEFINE_string("output_dir", "runs/tiny-hybrid", "Folder for checkpoints, log, results and the model.")
+_OUTPUT_DIR = flags.DEFINE_string(
+    "output_dir", "runs/tiny-hybrid", "Folder for checkpoints, log, results and the model."
+)
 _STEPS = flags.DEFINE_integer("steps", 2000, "Training steps.")
-_MINUTES = flags.DEFINE_float("minutes", 0.0, "If positive, replaces --steps by what a short trial says fits in this time.")
+_MINUTES = flags.DEFINE_float(
+    "minutes", 0.0, "If positive, replaces --steps by what a short trial says fits in this time."
+)
 _BATCH = flags.DEFINE_integer("batch", 16, "Streams read at the same time.")
 _SEGMENT = flags.DEFINE_integer("segment", 2048, "Tokens of each stream per step; gradients stay within them.")
 _MAX_AGE = flags.DEFINE_integer("max_age", 16384, "Oldest answer that is asked for, in tokens.")
-_MAX_STREAM = flags.DEFINE_integer("max_stream", 32768, "Tokens after which a stream starts over. A multiple of --segment.")
+_MAX_STREAM = flags.DEFINE_integer(
+    "max_stream", 32768, "Tokens after which a stream starts over. A multiple of --segment."
+)
 _CURRICULUM = flags.DEFINE_float("curriculum", 0.5, "Share of the run made easier, with young answers first.")
-_LEARNING_RATE = flags.DEFINE_float("learning_rate", 2e-3, "Peak; warms up over 100 steps, then falls to a tenth (cosine).")
+_LEARNING_RATE = flags.DEFINE_float(
+    "learning_rate", 2e-3, "Peak; warms up over 100 steps, then falls to a tenth (cosine)."
+)
 _WEIGHT_DECAY = flags.DEFINE_float("weight_decay", 0.1, "AdamW's, of the matrices only.")
-_ANSWER_WEIGHT = flags.DEFINE_float("answer_weight", 8.0, "Weight of an answer's byte in the loss; other bytes weigh 1.")
-_LONGEST_HALF_LIFE = flags.DEFINE_float("longest_half_life", 16384.0, "Half-life of each layer's slowest head at the start.")
+_ANSWER_WEIGHT = flags.DEFINE_float(
+    "answer_weight", 8.0, "Weight of an answer's byte in the loss; other bytes weigh 1."
+)
+_LONGEST_HALF_LIFE = flags.DEFINE_float(
+    "longest_half_life", 16384.0, "Half-life of each layer's slowest head at the start."
+)
 _HIDDEN_SIZE = flags.DEFINE_integer("hidden_size", 256, "Width of the model.")
 _MLP_SIZE = flags.DEFINE_integer("mlp_size", 768, "Width of the MLPs.")
 _LAYERS = flags.DEFINE_integer("layers", 4, "Layers; every fourth is windowed attention.")
 _HEAD_SIZE = flags.DEFINE_integer("head_size", 128, "Key and value size of the recurrent heads.")
 _KEY_HEADS = flags.DEFINE_integer("key_heads", 2, "Key heads of a recurrent layer; it has twice as many value heads.")
-_WINDOW = flags.DEFINE_integer("attention_window", 32, "Tokens that attention sees; if it can answer, the state will not learn to.")
-_DTYPE = flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float32"], "Dtype of the matrix products and of the saved model.")
+_WINDOW = flags.DEFINE_integer(
+    "attention_window", 32, "Tokens that attention sees; if it can answer, the state will not learn to."
+)
+_DTYPE = flags.DEFINE_enum(
+    "dtype", "bfloat16", ["bfloat16", "float32"], "Dtype of the matrix products and of the saved model."
+)
 _SEED = flags.DEFINE_integer("seed", 0, "Chooses parameters and streams.")
 _WORKERS = flags.DEFINE_integer("workers", 4, "Processes that make the streams.")
 _LOG_EVERY = flags.DEFINE_integer("log_every", 25, "Steps that one line of the log averages over.")
@@ -201,8 +216,8 @@ def write_model_card(directory: Path, config: qwen35.Config, facts: dict, record
     lines = [
         f"# {directory.name}: a small byte-level hybrid of gated DeltaNet and windowed attention",
         "",
-        "Made to judge low-bit recurrent states: it recalls values over thousands of tokens that only its recurrent state can hold,",
-        f"because its attention sees {config.attention_window} tokens. Not a useful language model. License: Apache-2.0.",
+        "Made to judge low-bit recurrent states: it recalls values over thousands of tokens that only its recurrent state",
+        f"can hold, because its attention sees {config.attention_window} tokens. Not a useful language model. Apache-2.0.",
         "",
         f"{config.num_hidden_layers} layers ({config.num_linear_layers} gated DeltaNet), width {config.hidden_size}, "
         f"{config.linear_num_value_heads} value heads over {config.linear_num_key_heads} key heads of "
@@ -227,8 +242,8 @@ def write_model_card(directory: Path, config: qwen35.Config, facts: dict, record
         "",
         "## Recall, by the age of the write",
         "",
-        f"Whole answers right, on {_EVAL_STREAMS.value} held-out streams of {_EVAL_TOKENS.value:,} tokens whose state is never reset"
-        " (fp32 state).",
+        f"Whole answers right, on {_EVAL_STREAMS.value} held-out streams of {_EVAL_TOKENS.value:,} tokens whose fp32 state is "
+        "never reset.",
         "",
         train_report.recall_table(records),
         "",
@@ -236,7 +251,11 @@ def write_model_card(directory: Path, config: qwen35.Config, facts: dict, record
         "",
         "| position | bits per byte |",
         "|---|---|",
-        *(f"| {row['min_position']:,} to {2 * row['min_position'] - 1:,} | {row['bits']:.3f} |" for row in bits if row["min_position"]),
+        *(
+            f"| {row['min_position']:,} to {2 * row['min_position'] - 1:,} | {row['bits']:.3f} |"
+            for row in bits
+            if row["min_position"]
+        ),
         *(f"| all | {row['bits']:.3f} |" for row in bits if not row["min_position"]),
         "",
         "## Half-lives of the heads, tokens",

@@ -50,7 +50,9 @@ def evaluate(model: qwen35.Model, *, num_streams: int, num_tokens: int, segment:
     layers = [i for i, kind in enumerate(model.config.layer_types) if kind == "linear_attention"]
     for layer, heads in zip(layers, np.asarray(decays), strict=True):
         for head, decay in enumerate(heads):
-            records.append({"measure": "half_life", "layer": layer, "head": head, "tokens": float(math.log(2) / -decay)})
+            records.append(
+                {"measure": "half_life", "layer": layer, "head": head, "tokens": float(math.log(2) / -decay)}
+            )
     return records
 
 

@@ -87,7 +87,9 @@ def test_streams_depend_on_the_seed_alone(streams):
 
 
 def test_ages_spread_over_the_octaves(streams):
-    rows = tasks.accuracy_by_age(streams.answers, np.ones(len(streams.answers), bool), kinds=("register", "overwritten"))
+    rows = tasks.accuracy_by_age(
+        streams.answers, np.ones(len(streams.answers), bool), kinds=("register", "overwritten")
+    )
     for kind in ("register", "overwritten"):
         counts = {row["min_age"]: row["count"] for row in rows if row["kind"] == kind}
         assert all(counts[octave] >= 5 for octave in (128, 256, 512, 1024, 2048)), counts

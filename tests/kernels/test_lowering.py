@@ -83,6 +83,23 @@ def test_more_than_two_to_the_31_elements_and_65535_blocks() -> None:  # CASES A
     lower(lambda state, rows: pallas_kernels.fold(config, state, rows), state, rows)
 
 
+def test_vmap_is_a_longer_batch() -> None:
+    config, state, token = abstract(SHAPES["odd"], 2)
+    rows = jax.ShapeDtypeStruct((2,), jnp.bool_)
+    stack = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct((3, *x.shape), x.dtype), tree)  # noqa: E731
+    functions = {
+        "append": (lambda s, *t: pallas_kernels.append(config, s, *t), (state, *token)),
+        "fold": (lambda s, r: pallas_kernels.fold(config, s, r), (state, rows)),
+    }
+    for name, (function, args) in functions.items():
+        text = lower(jax.vmap(function), *stack(args))
+        assert text.count("@mosaic_gpu") == 1, name
+        [call] = [line for line in text.splitlines() if "@mosaic_gpu" in line]
+        assert "tensor<6x6x64x64xi8>" in call, name  # 3 x 2 rows of 6 heads
+    shared = jax.vmap(functions["append"][0], in_axes=(0, *[None] * 5))  # one token for three states
+    lower(shared, stack(state), *token)
+
+
 def test_empty_batch() -> None:
     config = lq.LeapConfig()
     state = lq.init_state(config, batch=0, num_heads=2, num_key_heads=1, key_dim=128, value_dim=128)
