@@ -84,3 +84,23 @@ def launch(
     refs = [jax.new_ref(x) for x in updates]
     new = kernel(*inputs, *refs)
     return [jax.freeze(ref) for ref in refs], list(new)
+
+
+def over_rows(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes `vmap` of a function whose arguments and results all start with the batch axis a call on a longer batch.
+
+    A kernel knows its place in the grid; batching its launch by another grid axis would be wrong, and slower.
+    """
+    call = jax.custom_batching.custom_vmap(function)
+
+    @call.def_vmap
+    def rule(size: int, batched: Any, *args: Any) -> tuple[Any, Any]:
+        def merge(is_batched: bool, x: jax.Array) -> jax.Array:
+            x = x if is_batched else jnp.broadcast_to(x[None], (size, *x.shape))
+            return x.reshape(-1, *x.shape[2:])
+
+        out = call(*jax.tree.map(merge, tuple(batched), args))
+        out = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), out)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return call

@@ -1,6 +1,7 @@
 """Append on Hopper: one launch per layer and token. The XLA function it must equal is `leapquant_jax.append.append`."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ from jax import Array
 from leapquant_jax.config import LeapConfig
 from leapquant_jax.state import LeapState
 from pallas_kernels.append.program import THREADS, AppendSpec, append_program
-from pallas_kernels.compat import launch
+from pallas_kernels.compat import launch, over_rows
 from pallas_kernels.support import boundary_leaves
 from pallas_kernels.tuning import Launch, choose_launch
 
@@ -33,9 +34,17 @@ def append(
     Returns:
       (state, output [B, H, V] fp32).
     """
+    if state.batch == 0:
+        return state, jnp.zeros((0, state.num_heads, state.value_dim), jnp.float32)
+    function = functools.partial(_append, config, tuning, interpret)
+    return (function if interpret else over_rows(function))(state, q, k, v, g, beta, active)
+
+
+def _append(
+    config: LeapConfig, tuning: Launch | None, interpret: bool, state: LeapState, q: Array, k: Array, v: Array, g: Array,
+    beta: Array, active: Array | None,
+) -> tuple[LeapState, Array]:  # fmt: skip
     batch, heads = state.batch, state.num_heads
-    if batch == 0:
-        return state, jnp.zeros((0, heads, state.value_dim), jnp.float32)
     if not (q.dtype == k.dtype and q.dtype in (jnp.float32, jnp.bfloat16)):
         q, k = q.astype(jnp.float32), k.astype(jnp.float32)
     v = v if v.dtype in (jnp.float32, jnp.bfloat16) else v.astype(jnp.float32)

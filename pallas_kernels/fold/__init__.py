@@ -1,6 +1,7 @@
 """Fold on Hopper: one launch closes the window of every full row. It must equal `leapquant_jax.fold.fold_rows`."""
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 from jax import Array
@@ -8,7 +9,7 @@ from jax import Array
 from leapquant_jax.config import LeapConfig
 from leapquant_jax.fit import start_directions
 from leapquant_jax.state import LeapState
-from pallas_kernels.compat import launch
+from pallas_kernels.compat import launch, over_rows
 from pallas_kernels.fold.narrow import NarrowSpec, narrow_program
 from pallas_kernels.fold.wide import WideSpec, wide_program
 from pallas_kernels.support import boundary_leaves
@@ -32,9 +33,14 @@ def fold(
     Returns:
       The state, with position 0 in the folded rows.
     """
-    batch = state.batch
-    if batch == 0:
+    if state.batch == 0:
         return state
+    function = functools.partial(_fold, config, tuning, interpret)
+    return (function if interpret else over_rows(function))(state, rows)
+
+
+def _fold(config: LeapConfig, tuning: Launch | None, interpret: bool, state: LeapState, rows: Array) -> LeapState:
+    batch = state.batch
     tuning = tuning or choose_launch(f"fold {state.key_dim}", batch * state.num_heads, 1)
     make_spec, program = _LAYOUTS[tuning.layout]
     spec = make_spec(
