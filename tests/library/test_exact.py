@@ -115,11 +115,11 @@ def test_A08_beta_is_used_as_given_in_fp32():
     S = jnp.zeros((1, 2, 4, 3))
     for state, _ in (lq.exact_step(S, *one), lq.exact_decode(S, *many), lq.chunked_delta_rule(S, *many)):
         assert abs(float(state[0, 0, 0, 0]) - float(beta)) < 1e-7
-    config = lq.LeapConfig(rank=0)
-    state = lq.init_state(config, batch=1, num_heads=2, num_key_heads=1, key_dim=4, value_dim=3)
-    state, _ = hp.step(config, state, *one)
+    token = tuple(np.zeros_like(a) for a in hp.at(hp.pool_tokens(0, 1), 0))
+    token[1][:, :, 0], token[2][:], token[4][:] = 1, 1, beta
+    state, _ = hp.step(hp.POOL, lq.init_state(hp.POOL, **hp.POOL_SIZES), *token, active=np.ones(16, bool))
     # a record is stored in fp16, so to 11 bits and not to bf16's 8
-    assert abs(float(hp.dense_state(config, state)[0, 0, 0, 0]) - float(beta)) < 2.0**-12
+    assert abs(float(hp.dense_state(hp.POOL, state)[0, 0, 0, 0]) - float(beta)) < 2.0**-12
 
 
 def test_A09_small_decays_survive_narrow_activations():
@@ -230,7 +230,7 @@ def test_A31_value_head_reads_key_head_by_repeat():
         np.testing.assert_array_equal(out, np.ones((1, 4, 3)), err_msg=name)
 
 
-@pytest.mark.parametrize("method", ["exact", "window-bf16", "leapquant-int4"])
+@pytest.mark.parametrize("method", ["exact", "window-bf16", lq.LeapMethod(lq.LeapConfig(bits=4, rank=1))], ids=str)
 def test_A33_one_write_lands_at_the_documented_index(method):
     method = lq.get_method(method)
     state = method.init(batch=1, num_heads=1, num_key_heads=1, key_dim=64, value_dim=128)

@@ -29,7 +29,7 @@ def shapes(draw, max_length=14):
     )  # fmt: skip
 
 
-@settings(max_examples=8)
+@settings(max_examples=6)
 @given(st.data())
 def test_decode_of_any_shape_equals_the_oracle(data):
     x = data.draw(shapes())
@@ -50,7 +50,7 @@ def test_decode_of_any_shape_equals_the_oracle(data):
     assert hp.relative(outs, expected_outs) < 4 * max(tolerance, 1e-4)
 
 
-@settings(max_examples=5)
+@settings(max_examples=4)
 @given(st.data())
 def test_any_mixture_of_prefill_decode_and_fold_is_the_recurrence(data):
     """Quantization off: prefill a ragged prompt, decode some, fold early, prefill again, decode the rest."""
@@ -75,6 +75,10 @@ def test_any_mixture_of_prefill_decode_and_fold_is_the_recurrence(data):
     np.testing.assert_allclose(hp.dense_state(config, state), S, atol=2e-5)
 
 
+_round = jax.jit(quantize, static_argnums=0)
+_unround = jax.jit(dequantize, static_argnums=(0, 2))
+
+
 @given(
     bits=st.sampled_from([8, 6, 4]), smoothing=st.sampled_from([0.0, 0.5, 1.0]),
     size=st.tuples(st.integers(1, 17), st.integers(1, 17)), magnitude=st.integers(-25, 25), seed=st.integers(0, 2**31),
@@ -88,14 +92,14 @@ def test_rounding_errs_by_half_a_step_at_any_magnitude(bits, smoothing, size, ma
         R *= rng.random(size) < 0.3
     R = R.astype(np.float32)
     config = lq.LeapConfig(bits=bits, rank=0, smoothing=smoothing)
-    rounded = quantize(config, jnp.asarray(R))
+    rounded = _round(config, R)
     assert all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in jax.tree.leaves(rounded))
-    back = np.asarray(dequantize(config, rounded, size[0]), np.float64)
+    back = np.asarray(_unround(config, rounded, size[0]), np.float64)
     rows = np.ones(size[0]) if rounded.row_scales is None else np.asarray(rounded.row_scales, np.float64)
     half = 0.5 * rows[:, None] * np.asarray(rounded.column_scales, np.float64)
     assert (np.abs(back - R) <= half * (1 + 1e-4) + 1e-36).all()
     assert not back[R == 0].any()
-    again = np.asarray(dequantize(config, quantize(config, jnp.asarray(back, jnp.float32)), size[0]), np.float64)
+    again = np.asarray(_unround(config, _round(config, back.astype(np.float32)), size[0]), np.float64)
     assert np.linalg.norm(again - back) <= 1.5 * np.linalg.norm(half)  # rounding again moves no further than once
 
 

@@ -29,10 +29,14 @@ def test_eq_10_reads_equal_the_materialised_state(gate):
         np.testing.assert_array_equal(state.position, (t + 1) % 16)
 
 
-@pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize(
-    "options",
-    [dict(rank=1), dict(bits=4, rank=0, rotation=True), dict(bits=6, rank=0, smoothing=0, record_dtype="bfloat16")],
+    ("options", "gate"),
+    [
+        (dict(rank=1), "scalar"),
+        (dict(rank=0, rotation=True), "scalar"),
+        (dict(bits=4, rank=1), "channel"),
+        (dict(bits=6, rank=0, smoothing=0, record_dtype="bfloat16"), "channel"),
+    ],
     ids=str,
 )
 def test_decode_equals_the_oracle_over_several_folds(options, gate):
