@@ -9,7 +9,8 @@ from experiments import plots, tasks
 from experiments.accuracy_report import VALUES, Results
 from experiments.streams import RECALL, TEXT
 
-_FEW = 10  # octaves of age with fewer answers than this are not drawn
+_FEW = 5  # octaves of age with fewer answers than this are not drawn, if enough others have more
+_DIVERGED = 1000  # per cent; curves leave the figure here, so that the others can be told apart
 
 
 def errors(results: Results, path: Path) -> None:
@@ -28,6 +29,7 @@ def errors(results: Results, path: Path) -> None:
         axis.set_xscale("log", base=2)
         axis.xaxis.set_major_formatter(plots.tokens_formatter())
     axes[0].set_ylabel("relative state error, %")
+    axes[0].set_ylim(top=min(axes[0].get_ylim()[1], _DIVERGED))
     axes[1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5))
     plots.save(figure, path)
 
@@ -39,7 +41,8 @@ def recall(results: Results, path: Path) -> None:
     for axis, kind in zip(axes, VALUES, strict=True):
         for name in results.methods:
             found = results.find("recall_by_age", name, kind=kind)
-            found = [r for r in found if r["count"] >= _FEW] or found
+            many = [r for r in found if r["count"] >= _FEW]
+            found = many if len(many) >= 3 else found
             ages = [r["min_age"] * math.sqrt(2) for r in found]
             axis.plot(ages, [100 * r["accuracy"] for r in found], **plots.style(name))
         axis.axhline(100 * tasks.CHANCE[kind], color="0.5", linewidth=0.8)

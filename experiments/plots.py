@@ -42,7 +42,7 @@ def style(method: str) -> dict[str, Any]:
     if method == "exact":
         return look | {"color": "0.7", "linewidth": 4}
     if change:
-        look |= {"linestyle": "dashdot", "marker": _BY_CHANGE.get(change)}
+        look |= {"linestyle": "dashdot", "linewidth": 0.9, "marker": _BY_CHANGE.get(change)}
     return look
 
 
