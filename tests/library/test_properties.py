@@ -29,7 +29,7 @@ def shapes(draw, max_length=14):
     )  # fmt: skip
 
 
-@settings(max_examples=6)
+@settings(max_examples=5)
 @given(st.data())
 def test_decode_of_any_shape_equals_the_oracle(data):
     x = data.draw(shapes())
@@ -50,7 +50,7 @@ def test_decode_of_any_shape_equals_the_oracle(data):
     assert hp.relative(outs, expected_outs) < 4 * max(tolerance, 1e-4)
 
 
-@settings(max_examples=4)
+@settings(max_examples=3)
 @given(st.data())
 def test_any_mixture_of_prefill_decode_and_fold_is_the_recurrence(data):
     """Quantization off: prefill a ragged prompt, decode some, fold early, prefill again, decode the rest."""

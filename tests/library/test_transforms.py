@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import leapquant_jax as lq
 from tests.library import helpers as hp
+from tests.library import oracle
 
 ROOT = Path(__file__).parents[2]
 SIZES = dict(batch=2, num_heads=4, num_key_heads=2, key_dim=8, value_dim=10)
@@ -201,3 +202,15 @@ def test_B10_every_product_is_full_fp32(gate):
     expected = hp.chunked(start, *x)
     with jax.default_matmul_precision("bfloat16"):
         hp.assert_bit_equal(hp.chunked(start, *x), expected)
+
+
+@pytest.mark.gpu
+def test_B10_no_tf32_on_the_card():
+    """64 unquantized steps at real size, token by token and chunked: TF32 would be 1e-3 away."""
+    x = hp.tokens(7, T=64, H=2, K=128, V=128)
+    expected, expected_outs = oracle.exact(hp.zeros(x), *x)
+    state, outs = hp.decode(hp.UNQUANTIZED, lq.init_state(hp.UNQUANTIZED, **hp.sizes(x)), *x)
+    assert hp.relative(hp.dense_state(hp.UNQUANTIZED, state), expected) < 2e-6
+    assert hp.relative(outs, expected_outs) < 2e-6
+    S, outs = hp.chunked(hp.zeros(x), *x)
+    assert hp.relative(S, expected) < 2e-6 and hp.relative(outs, expected_outs) < 2e-6
