@@ -59,7 +59,7 @@ def head_bytes(shape, fill: float) -> dict[str, float]:
 
 def make_state(shape, batch: int) -> tuple[lq.LeapConfig, LeapState, tuple]:
     """A random row, repeated: times do not depend on the data, and nothing large has to be drawn."""
-    config = lq.LeapConfig(rank=shape.rank, window=shape.window)
+    config = lq.LeapConfig(rank=shape.rank, window=shape.window, refit_gain=0)
     random = np.random.default_rng(0)
     state = lq.init_state(
         config, batch=1, num_heads=shape.heads, num_key_heads=shape.key_heads, key_dim=shape.key_dim,

@@ -58,7 +58,7 @@ def main(_: list[str]) -> None:
     if _LAUNCH.value:
         *numbers, layout = [*_LAUNCH.value, "wide"] if _LAUNCH.value[-1].isdigit() else _LAUNCH.value
         launch = pallas_kernels.Launch(*map(int, numbers), layout=layout)
-    config = lq.LeapConfig(rank=shape.rank, window=shape.window)
+    config = lq.LeapConfig(rank=shape.rank, window=shape.window, refit_gain=0)
     state = jax.eval_shape(
         lambda: lq.init_state(
             config, batch=batch, num_heads=shape.heads, num_key_heads=shape.key_heads, key_dim=shape.key_dim,

@@ -30,6 +30,9 @@ class LeapConfig:
       compensator_dtype: of the compensators.
       fit: "subspace" (warm-started from the previous window's compensators) or "svd" (the exact oracle, slow).
       fit_iterations: subspace iterations per fold.
+      refit_gain: a fold keeps a head's previous compensators, decayed, unless new ones leave at least this share less
+        residual energy; 0 refits every time, as the paper does. In a head that hardly changes the residual sits on its
+        grid while refitted compensators wander, and each fold adds an error that no rounding takes back.
       rotation: "hadamard" rotates the smoothed residual over its key rows before rounding (K a power of two). Beyond
         the paper.
       clip: "mse" shrinks each column's scale where that lowers its squared rounding error. Beyond the paper.
@@ -48,6 +51,7 @@ class LeapConfig:
     compensator_dtype: Float = "float16"
     fit: Literal["subspace", "svd"] = "subspace"
     fit_iterations: int = 1
+    refit_gain: float = 0.02
     rotation: Literal["hadamard"] | None = None
     clip: Literal["mse"] | None = None
     boundary_dtype: Float | None = None
@@ -57,9 +61,11 @@ class LeapConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
                 raise ValueError(f"{name} must be a Python int (it shapes the compiled program), got {value!r}")
-        if isinstance(self.smoothing, bool) or not isinstance(self.smoothing, int | float):
-            raise ValueError(f"smoothing must be a Python number, got {self.smoothing!r}")
-        object.__setattr__(self, "smoothing", float(self.smoothing))
+        for name in ("smoothing", "refit_gain"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ValueError(f"{name} must be a Python number, got {value!r}")
+            object.__setattr__(self, name, float(value))
         if self.window < 1:
             raise ValueError(f"window must be at least 1 token, got {self.window}")
         if self.rank < 0:
@@ -70,6 +76,8 @@ class LeapConfig:
             )
         if not 0.0 <= self.smoothing <= 1.0:
             raise ValueError(f"smoothing is an exponent in [0, 1], got {self.smoothing}")
+        if not 0.0 <= self.refit_gain < 1.0:
+            raise ValueError(f"refit_gain is a share of the residual energy in [0, 1), got {self.refit_gain}")
         for name, allowed in (
             ("record_dtype", FLOATS), ("compensator_dtype", FLOATS), ("fit", ("subspace", "svd")),
             ("rotation", (None, "hadamard")), ("clip", (None, "mse")), ("boundary_dtype", (None, *FLOATS)),
@@ -90,8 +98,9 @@ class LeapConfig:
             )  # fmt: skip
         if self.rank == 0:
             self._refuse_idle(
-                "rank=0, which fits no compensators", fit="subspace", fit_iterations=1, compensator_dtype="float16"
-            )
+                "rank=0, which fits no compensators",
+                fit="subspace", fit_iterations=1, refit_gain=self.refit_gain and 0.02, compensator_dtype="float16",
+            )  # fmt: skip
         elif self.fit == "svd":
             self._refuse_idle("fit='svd', which does not iterate", fit_iterations=1)
 

@@ -15,10 +15,10 @@ from jax import Array
 
 from leapquant_jax.config import LeapConfig
 from leapquant_jax.fit import fit_compensators
-from leapquant_jax.numerics import HIGHEST, round_to_grid
+from leapquant_jax.numerics import HIGHEST, power_of_two_scale, round_and_store, round_to_grid
 from leapquant_jax.quantize import quantize
 from leapquant_jax.state import LeapState
-from leapquant_jax.window import materialise
+from leapquant_jax.window import decays, live_records, materialise
 
 
 def compress(config: LeapConfig, state: LeapState, dense: Array, *, warm: bool = True) -> LeapState:
@@ -28,7 +28,8 @@ def compress(config: LeapConfig, state: LeapState, dense: Array, *, warm: bool =
       config: bits, rank, fit, smoothing, ...
       state: supplies the shapes, and the compensators that the fit starts from.
       dense: [B, H, K, V] fp32.
-      warm: start from `state`'s compensators; False starts cold, with more iterations.
+      warm: `dense` is `state` at its current position: the fit starts from its compensators, and may keep them. False
+        starts cold, with more iterations.
     """
     position = jnp.zeros_like(state.position)
     if config.boundary_dtype is not None:
@@ -40,13 +41,42 @@ def compress(config: LeapConfig, state: LeapState, dense: Array, *, warm: bool =
             dense, state.compensator_values if warm else None, rank=config.rank, method=config.fit,
             iterations=config.fit_iterations, dtype=config.compensator_dtype,
         )  # fmt: skip
-        rounded = (x.astype(jnp.float32) for x in (keys, values))
-        dense = dense - jnp.einsum("bhrk,bhrv->bhkv", *rounded, precision=HIGHEST)
+        residual = _subtract(dense, keys, values)
+        if warm and config.refit_gain:
+            keys, values, residual = _keep_unless_better(config, state, dense, keys, values, residual)
+        dense = residual
     codes, row_scales, column_scales = quantize(config, dense)
     return dataclasses.replace(
         state, codes=codes, row_scales=row_scales, column_scales=column_scales,
         compensator_keys=keys, compensator_values=values, position=position,
     )  # fmt: skip
+
+
+def _keep_unless_better(
+    config: LeapConfig, state: LeapState, dense: Array, keys: Array, values: Array, residual: Array
+) -> tuple[Array, Array, Array]:
+    """Per head, the new compensators and their residual, or the previous ones where the new gain too little."""
+    assert state.compensator_keys is not None and state.compensator_values is not None
+    boundary_decay, _ = decays(state.ring_log_decays, live_records(state))
+    decayed = state.compensator_keys.astype(jnp.float32) * boundary_decay[:, :, None]
+    old_keys = round_and_store(decayed, config.compensator_dtype)[0]
+    old_values = state.compensator_values
+    old_residual = _subtract(dense, old_keys, old_values)
+
+    scale = power_of_two_scale(jnp.max(jnp.abs(dense), axis=(-2, -1), keepdims=True))  # energies of any magnitude fit
+    new_energy, old_energy = (jnp.sum((x / scale) ** 2, axis=(-2, -1), keepdims=True) for x in (residual, old_residual))
+    better = new_energy < jnp.float32(1 - config.refit_gain) * old_energy
+    return (
+        jnp.where(better, keys, old_keys),
+        jnp.where(better, values, old_values),
+        jnp.where(better, residual, old_residual),
+    )
+
+
+def _subtract(dense: Array, keys: Array, values: Array) -> Array:
+    """R = S - sum_r k~_r u~_r^T, against the factors as stored."""
+    keys, values = keys.astype(jnp.float32), values.astype(jnp.float32)
+    return dense - jnp.einsum("bhrk,bhrv->bhkv", keys, values, precision=HIGHEST)
 
 
 def fold_rows(config: LeapConfig, state: LeapState, rows: Array) -> LeapState:

@@ -22,7 +22,7 @@ def random_state(shape: Shape, batch: int, *, seed: int = 0, position: list[int]
         x = normal(*size)
         return x / np.linalg.norm(x, axis=-1, keepdims=True)
 
-    config = lq.LeapConfig(rank=rank, window=window)
+    config = lq.LeapConfig(rank=rank, window=window, refit_gain=0)
     live = np.array(position if position is not None else random.integers(0, window, batch), np.int32)
     ring = {
         "ring_keys": unit(batch, key_heads, window, key_dim).astype(np.float16),
