@@ -26,6 +26,8 @@ from leapquant_jax.rows import take_rows as take_rows
 from leapquant_jax.state import LeapState as LeapState
 from leapquant_jax.state import finite_rows as finite_rows
 from leapquant_jax.state import state_bytes as state_bytes
+from leapquant_jax.trace import Trace as Trace
+from leapquant_jax.trace import check_trace as check_trace
 from leapquant_jax.transitions import decode as decode
 from leapquant_jax.transitions import dense_state as dense_state
 from leapquant_jax.transitions import fold as fold
