@@ -37,7 +37,7 @@ _BATCHES = flags.DEFINE_list("batches", ["512", "128", "32", "8", "1", "1024"], 
 _SHAPE = flags.DEFINE_enum("shape", "qwen3.5-9b", list(SHAPES), "Which named shape.")
 _WINDOWS = flags.DEFINE_integer("windows", 3, "Windows timed per batch.")
 _SCAN = flags.DEFINE_bool("scan", True, "Also time decode inside lax.scan.")
-_FOLD_LAUNCH = flags.DEFINE_list("fold_launch", None, "blocks,workers per block,layout instead of the tuning table.")
+_FOLD_LAUNCH = flags.DEFINE_list("fold_launch", None, "Blocks, workers per block instead of the tuning table.")
 _PEERS_JSON = flags.DEFINE_string("peers_json", None, "Rows of other kernels measured on the same card.")
 _PEERS_COMMAND = flags.DEFINE_string("peers_command", None, "Command that writes such rows to the path appended to it.")
 
@@ -111,8 +111,7 @@ def compiled(config: lq.LeapConfig, batch: int):
     append = jax.jit(functools.partial(pallas_kernels.append, config), donate_argnums=0)
     tuning = None
     if _FOLD_LAUNCH.value:
-        blocks, workers, layout = _FOLD_LAUNCH.value
-        tuning = pallas_kernels.Launch(int(blocks), int(workers), layout=layout)
+        tuning = pallas_kernels.Launch(*map(int, _FOLD_LAUNCH.value))
 
     def fold_full(state: LeapState) -> LeapState:
         return pallas_kernels.fold(config, state, state.position >= config.window, tuning=tuning)

@@ -23,9 +23,10 @@ from pallas_kernels.shapes import SHAPES
 
 _KERNEL = flags.DEFINE_enum("kernel", "append", ["append", "fold"], "Which kernel.")
 _SHAPE = flags.DEFINE_enum("shape", "qwen3.5-9b", list(SHAPES), "Which named shape.")
+_REFIT_GAIN = flags.DEFINE_float("refit_gain", 0.02, "As in LeapConfig.")
 _BATCH = flags.DEFINE_integer("batch", 512, "Batch size.")
 _LAUNCH = flags.DEFINE_list(
-    "launch", None, "Blocks, workers per block, heads per item, layout; the tuning table if not given."
+    "launch", None, "Blocks, workers per block, heads per item; the tuning table if not given."
 )
 _DUMP_DIR = flags.DEFINE_string(
     "dump_dir", None, "Where to leave PTX and ptxas' report; a temporary folder if not given."
@@ -56,9 +57,8 @@ def main(_: list[str]) -> None:
     shape, batch = SHAPES[_SHAPE.value], _BATCH.value
     launch = None
     if _LAUNCH.value:
-        *numbers, layout = [*_LAUNCH.value, "wide"] if _LAUNCH.value[-1].isdigit() else _LAUNCH.value
-        launch = pallas_kernels.Launch(*map(int, numbers), layout=layout)
-    config = lq.LeapConfig(rank=shape.rank, window=shape.window, refit_gain=0)
+        launch = pallas_kernels.Launch(*map(int, _LAUNCH.value))
+    config = lq.LeapConfig(rank=shape.rank, window=shape.window, refit_gain=_REFIT_GAIN.value)
     state = jax.eval_shape(
         lambda: lq.init_state(
             config, batch=batch, num_heads=shape.heads, num_key_heads=shape.key_heads, key_dim=shape.key_dim,

@@ -35,7 +35,6 @@ def supports_layout(config: LeapConfig, state: LeapState) -> str | None:
             f"the kernels keep float16 compensators, not compensator_dtype={config.compensator_dtype!r}",
         ),
         (config.fit == "subspace", f"the kernels fit by subspace iteration, not fit={config.fit!r}"),
-        (config.refit_gain == 0, f"the kernels refit at every fold (refit_gain=0), not refit_gain={config.refit_gain}"),
         (
             config.window in (8, 16, 24, 32),
             f"the kernels keep a window of 8, 16, 24 or 32 records, not window={config.window}",

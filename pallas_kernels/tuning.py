@@ -13,20 +13,18 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """Blocks; workers in each; for append how many value heads of one key head a worker takes together; for fold the
-    layout of a head over its worker, "wide" or "narrow"."""
+    """Blocks; workers in each; for append how many value heads of one key head a worker takes together."""
 
     blocks: int
     workers_per_block: int
     heads_per_item: int = 1
-    layout: str = "wide"
 
 
 # kernel -> device kind -> (largest number of heads, workers per block, blocks per multiprocessor, heads per item), the
 # first that fits. Measured on one H200 (results/kernels); an H100 is the same chip with slower memory.
 _APPEND = ((2048, 1, 4, 1), (2**31, 4, 1, 2))
-_FOLD_128 = ((264, 1, 2, 1), (2**31, 2, 1, 1))
-_FOLD_64 = ((2**31, 2, 1, 1),)
+_FOLD_128 = ((264, 1, 2, 1), (2**31, 3, 1, 1))
+_FOLD_64 = ((528, 2, 2, 1), (2**31, 6, 1, 1))
 _TABLE: dict[str, dict[str, tuple[tuple[int, int, int, int], ...]]] = {
     "append": {"NVIDIA H200": _APPEND, "sm_90": _APPEND},
     "fold 128": {"NVIDIA H200": _FOLD_128, "sm_90": _FOLD_128},

@@ -10,12 +10,9 @@ from leapquant_jax.config import LeapConfig
 from leapquant_jax.fit import start_directions
 from leapquant_jax.state import LeapState
 from pallas_kernels.compat import launch, over_rows
-from pallas_kernels.fold.narrow import NarrowSpec, narrow_program
-from pallas_kernels.fold.wide import WideSpec, wide_program
+from pallas_kernels.fold.program import FoldSpec, fold_program
 from pallas_kernels.support import boundary_leaves
 from pallas_kernels.tuning import Launch, choose_launch
-
-_LAYOUTS = {"wide": (WideSpec, wide_program), "narrow": (NarrowSpec, narrow_program)}
 
 
 def fold(
@@ -42,10 +39,9 @@ def fold(
 def _fold(config: LeapConfig, tuning: Launch | None, interpret: bool, state: LeapState, rows: Array) -> LeapState:
     batch = state.batch
     tuning = tuning or choose_launch(f"fold {state.key_dim}", batch * state.num_heads, 1)
-    make_spec, program = _LAYOUTS[tuning.layout]
-    spec = make_spec(
+    spec = FoldSpec(
         heads=state.num_heads, key_heads=state.num_key_heads, key_dim=state.key_dim, value_dim=state.value_dim,
-        window=config.window, rank=config.rank, iterations=config.fit_iterations,
+        window=config.window, rank=config.rank, iterations=config.fit_iterations, refit_gain=config.refit_gain,
     )  # fmt: skip
     # The kernel's workers share out the heads of the full rows only: their indices first, and how many there are.
     counted = jnp.cumsum(rows.astype(jnp.int32))
@@ -57,7 +53,7 @@ def _fold(config: LeapConfig, tuning: Launch | None, interpret: bool, state: Lea
     )
     boundary = boundary_leaves(state)
     updated, _ = launch(
-        lambda lanes, *arrays: program(spec, lanes, *arrays),
+        lambda lanes, *arrays: fold_program(spec, lanes, *arrays),
         name="leapquant_fold",
         blocks=tuning.blocks,
         workers_per_block=tuning.workers_per_block,

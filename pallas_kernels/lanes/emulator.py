@@ -117,6 +117,8 @@ class EmulatedLanes(Lanes):
             case "pack_half":
                 low, high = (z.astype(np.float16).view(np.uint16).astype(np.uint32) for z in (x, y))
                 return Value(self, "i32", (low | (high << np.uint32(16))).view(np.int32))
+            case "sub_half":
+                return Value(self, "i32", (x.view(np.float16) - y.view(np.float16)).view(np.int32))
             case _:
                 raise NotImplementedError(op)
         return Value(self, "i1" if data.dtype == np.bool_ else a.kind, data)
@@ -172,6 +174,11 @@ class EmulatedLanes(Lanes):
 
     def shuffle(self, a: Value, source: Value | int) -> Value:
         return Value(self, a.kind, a.data[self._warp + self.value(source).data % 32])
+
+    def transpose_halves(self, word: Value) -> Value:
+        blocks = word.data.view(np.uint16).reshape(-1, 8, 8)
+        turned = np.ascontiguousarray(blocks.transpose(0, 2, 1)).reshape(-1, 2)
+        return Value(self, "i32", turned.view(np.int32)[:, 0])
 
     def warp_max(self, a: Value) -> Value:
         per_warp = a.data.view(np.uint32).reshape(-1, 32).max(axis=1, keepdims=True)

@@ -69,7 +69,9 @@ class MosaicLanes(Lanes):
     def binary(self, op: str, a: Value, b: Value) -> Value:
         x, y, kind = a.data, b.data, a.kind
         if op == "pack_half":
-            return self._asm("cvt.rn.f16x2.f32 $0, $2, $1;", [x, y], "=r,f,f", 1, pure=True)[0]
+            return self._asm("cvt.rn.f16x2.f32 $0, $2, $1;", [x, y], "=r,f,f", 1)[0]
+        if op == "sub_half":
+            return self._asm("sub.rn.f16x2 $0, $1, $2;", [x, y], "=r,r,r", 1, pure=True)[0]
         if op in _COMPARE_INT:
             compare, codes = (arith.cmpf, _COMPARE_FLOAT) if kind == "f32" else (arith.cmpi, _COMPARE_INT)
             code = ir.IntegerAttr.get(self._types["i64"], codes[op])
@@ -132,6 +134,10 @@ class MosaicLanes(Lanes):
 
     def shuffle(self, a: Value, source: Value | int) -> Value:
         return self._shuffle("idx", a, self.value(source))
+
+    def transpose_halves(self, word: Value) -> Value:
+        text = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
+        return self._asm(text, [word.data], "=r,r", 1)[0]
 
     def warp_max(self, a: Value) -> Value:
         return self._asm("redux.sync.max.u32 $0, $1, 0xffffffff;", [a.data], "=r,r", 1)[0]

@@ -162,6 +162,10 @@ class Lanes:
     def shuffle(self, a: Value, source: Value | int) -> Value:
         raise NotImplementedError
 
+    def transpose_halves(self, word: Value) -> Value:
+        """Transposes an 8 x 8 matrix of fp16 over the warp: lane l holds the entries 2 (l % 4) and the next of row l / 4."""
+        raise NotImplementedError
+
     def warp_max(self, a: Value) -> Value:
         """Largest *unsigned* i32 of the warp, in every lane."""
         raise NotImplementedError

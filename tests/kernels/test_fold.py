@@ -30,17 +30,21 @@ BOUNDARY = ("codes", "row_scales", "column_scales", "compensator_keys", "compens
 
 
 def check(config, state, folded) -> None:
-    """Same error of the whole state as XLA's fold, and codes that are XLA's rounding of the same residual."""
+    """As good a fit and as small an error as XLA's fold, and codes that are XLA's rounding of the same residual."""
     dense = np.asarray(materialise(config, state), np.float64)
     empty = dataclasses.replace(folded, position=jnp.zeros_like(state.position))
     expected = compress(config, state, jnp.asarray(dense, jnp.float32))
     norm = max(np.linalg.norm(dense), 1e-300)
     error, base = (np.linalg.norm(np.asarray(materialise(config, x)) - dense) / norm for x in (empty, expected))
-    assert error <= 1.002 * base + 1e-6
+    assert error <= 1.01 * base + 1e-6  # a rounding error, which depends on the last bits of the factors
 
-    # The factors agree up to fp16 ties; given the kernel's own, every code is XLA's, but for ties of rounding.
-    keys, values = (np.asarray(x, np.float64) for x in (folded.compensator_keys, folded.compensator_values))
-    residual = dense - np.einsum("bhrk,bhrv->bhkv", keys, values)
+    residual, xla_residual = (
+        dense - np.einsum("bhrk,bhrv->bhkv", *(np.asarray(x, np.float64) for x in (s.compensator_keys, s.compensator_values)))
+        for s in (folded, expected)
+    )
+    assert np.linalg.norm(residual) <= 1.0005 * np.linalg.norm(xla_residual) + 1e-6 * norm
+
+    # Given the kernel's own factors, every code is XLA's, but for ties of rounding.
     rounded = quantize(config, jnp.asarray(residual, jnp.float32))
     difference = np.abs(np.asarray(rounded.codes, np.int32) - np.asarray(folded.codes, np.int32))
     assert difference.max() <= 1 and (difference > 0).sum() <= 3 + 1e-4 * difference.size
@@ -48,23 +52,18 @@ def check(config, state, folded) -> None:
     np.testing.assert_allclose(folded.column_scales, rounded.column_scales, rtol=1e-5)
 
 
-LAYOUTS = pytest.mark.parametrize("layout", ["wide", "narrow"])
-
-
-@LAYOUTS
 @pytest.mark.parametrize("shape", CASES.values(), ids=CASES)
-def test_equals_xla(shape: Shape, layout: str) -> None:
+def test_equals_xla(shape: Shape) -> None:
     config, state, _ = random_state(shape, batch=1, position=[shape.window])
-    folded = fold(config, state, jnp.array([True]), tuning=Launch(1, 2, layout=layout), interpret=True)
+    folded = fold(config, state, jnp.array([True]), tuning=Launch(1, 2), interpret=True)
     check(config, state, folded)
     assert int(folded.position[0]) == 0
 
 
-@LAYOUTS
-def test_only_the_rows_asked_for_and_at_any_position(layout: str) -> None:
+def test_only_the_rows_asked_for_and_at_any_position() -> None:
     config, state, _ = random_state(Shape(2, 1, 64, 64, rank=2), batch=4, position=[16, 16, 5, 16])
     rows = jnp.array([False, True, True, False])
-    folded = fold(config, state, rows, tuning=Launch(1, 2, layout=layout), interpret=True)
+    folded = fold(config, state, rows, tuning=Launch(1, 2), interpret=True)
     for name, leaf in leaves(state).items():
         np.testing.assert_array_equal(leaves(folded)[name][[0, 3]], leaf[[0, 3]], err_msg=name)
     take = [1, 2]
@@ -76,48 +75,76 @@ def test_only_the_rows_asked_for_and_at_any_position(layout: str) -> None:
 
 def test_no_rows() -> None:
     config, state, _ = random_state(Shape(1, 1, 64, 64), batch=2)
-    folded = fold(config, state, jnp.array([False, False]), tuning=Launch(2, 1), interpret=True)
+    folded = fold(config, state, jnp.array([False, False]), tuning=Launch(1, 2), interpret=True)
     for name, leaf in leaves(state).items():
         np.testing.assert_array_equal(leaves(folded)[name], leaf, err_msg=name)
 
 
-@LAYOUTS
-def test_the_zero_state_stays_zero_and_finite(layout: str) -> None:
+def test_the_zero_state_stays_zero_and_finite() -> None:
     config, state, _ = random_state(Shape(1, 1, 64, 64), batch=1, position=[16])
     zeros = {name: getattr(state, name) * 0 for name in ("codes", "compensator_values", "ring_values")}
-    state, launch = dataclasses.replace(state, **zeros), Launch(1, 2, layout=layout)
+    state, launch = dataclasses.replace(state, **zeros), Launch(1, 2)
     folded = fold(config, state, jnp.array([True]), tuning=launch, interpret=True)
     assert not np.any(folded.codes) and not np.any(folded.column_scales) and not np.any(folded.compensator_values)
     assert all(np.isfinite(leaf).all() for name, leaf in leaves(folded).items() if name in BOUNDARY)
 
 
-@LAYOUTS
 @pytest.mark.parametrize("scale", [1e-20, 1e10])
-def test_states_of_any_magnitude(scale: float, layout: str) -> None:
+def test_states_of_any_magnitude(scale: float) -> None:
     config, state, _ = random_state(Shape(1, 1, 64, 64), batch=1, position=[16])
     state = dataclasses.replace(
         state, column_scales=state.column_scales * scale, ring_scales=state.ring_scales * 2.0 ** np.round(np.log2(scale)),
         compensator_values=state.compensator_values * 0,
     )  # fmt: skip
-    check(config, state, fold(config, state, jnp.array([True]), tuning=Launch(1, 2, layout=layout), interpret=True))
+    check(config, state, fold(config, state, jnp.array([True]), tuning=Launch(1, 2), interpret=True))
 
 
-@LAYOUTS
-def test_a_state_of_low_rank_gives_no_nan(layout: str) -> None:
+def test_a_state_of_low_rank_gives_no_nan() -> None:
     config, state, _ = random_state(Shape(1, 1, 64, 64), batch=1, position=[2])
     zeros = {name: getattr(state, name) * 0 for name in ("codes", "compensator_values")}
     state = dataclasses.replace(state, **zeros)
-    folded = fold(config, state, jnp.array([True]), tuning=Launch(1, 2, layout=layout), interpret=True)
+    folded = fold(config, state, jnp.array([True]), tuning=Launch(1, 2), interpret=True)
     assert all(np.isfinite(leaf).all() for name, leaf in leaves(folded).items() if name in BOUNDARY)
     dense = np.asarray(materialise(config, state))
     rebuilt = np.asarray(materialise(config, dataclasses.replace(folded, position=jnp.zeros((1,), jnp.int32))))
     assert np.linalg.norm(rebuilt - dense) < 1e-4 * np.linalg.norm(dense)
 
 
-@LAYOUTS
-def test_nan_stays_in_its_head(layout: str) -> None:
+def test_nan_stays_in_its_head() -> None:
     config, state, _ = random_state(Shape(2, 2, 64, 64), batch=1, position=[16])
     state = dataclasses.replace(state, row_scales=state.row_scales.at[0, 0, 5].set(jnp.nan))
-    folded = fold(config, state, jnp.array([True]), tuning=Launch(1, 2, layout=layout), interpret=True)
+    folded = fold(config, state, jnp.array([True]), tuning=Launch(1, 2), interpret=True)
     assert np.isnan(folded.column_scales[0, 0]).any()
     assert all(np.isfinite(leaf[0, 1]).all() for name, leaf in leaves(folded).items() if name in BOUNDARY)
+
+
+def test_previous_compensators_stay_unless_new_ones_gain() -> None:
+    """One head that has settled, one that was just rewritten: `refit_gain` keeps the first's factors and not the second's."""
+    config, state, _ = random_state(Shape(2, 2, 64, 64, rank=4), batch=1, position=[16])
+    config = dataclasses.replace(config, refit_gain=0.02)
+    settled = compress(dataclasses.replace(config, fit="svd"), state, materialise(config, state))
+    quiet = state.ring_values.at[:, 0].multiply(1e-3)
+    decays = state.ring_log_decays.at[:, 0].multiply(1e-3)
+    state = dataclasses.replace(settled, ring_values=quiet, ring_log_decays=decays, position=state.position)
+    expected = compress(config, state, materialise(config, state))
+    folded = fold(config, state, jnp.array([True]), tuning=Launch(1, 2), interpret=True)
+    np.testing.assert_array_equal(folded.compensator_values[:, 0], state.compensator_values[:, 0])
+    assert np.any(folded.compensator_values[:, 1] != state.compensator_values[:, 1])
+    np.testing.assert_array_equal(folded.compensator_keys[:, 0], expected.compensator_keys[:, 0])
+    difference = np.abs(np.asarray(folded.codes[:, 0], np.int32) - np.asarray(expected.codes[:, 0], np.int32))
+    assert difference.max() <= 1 and (difference > 0).sum() <= 3
+    check(config, state, folded)
+
+
+def test_zero_records_on_a_kept_fit_change_nothing() -> None:  # METHOD pitfall 7
+    config, state, _ = random_state(Shape(1, 1, 64, 64, rank=2), batch=1, position=[16])
+    config = dataclasses.replace(config, refit_gain=0.02)
+    state = compress(dataclasses.replace(config, fit="svd"), state, materialise(config, state))
+    ring = dict(ring_values=state.ring_values * 0, ring_log_decays=state.ring_log_decays * 0)
+    start = state = dataclasses.replace(state, **ring)
+    for _ in range(3):
+        state = dataclasses.replace(state, position=jnp.array([16], jnp.int32))
+        state = fold(config, state, jnp.array([True]), tuning=Launch(1, 2), interpret=True)
+    difference = np.abs(np.asarray(state.codes, np.int32) - np.asarray(start.codes, np.int32))
+    assert difference.max() <= 1 and (difference > 0).mean() < 1e-3
+    np.testing.assert_array_equal(state.compensator_keys, start.compensator_keys)

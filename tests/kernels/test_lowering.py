@@ -57,14 +57,6 @@ def test_fold(name: str, batch: int) -> None:
     assert donated(text) == len(dataclasses.fields(state))
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_fold_narrow(name: str) -> None:
-    config, state, _ = abstract(SHAPES[name], 7)
-    launch = pallas_kernels.Launch(132, 2 if SHAPES[name].key_dim == 64 else 3, layout="narrow")
-    rows = jax.ShapeDtypeStruct((7,), jnp.bool_)
-    lower(lambda state, rows: pallas_kernels.fold(config, state, rows, tuning=launch), state, rows)
-
-
 def test_other_dtypes_and_a_mask() -> None:
     config, state, token = abstract(SHAPES["qwen3.5-9b"], 3, dtype=jnp.bfloat16)
     active = jax.ShapeDtypeStruct((3,), jnp.bool_)
