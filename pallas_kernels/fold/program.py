@@ -1,0 +1,488 @@
+"""The fold kernel: the end of a window, four warps per 128 x 128 head.
+
+    S = Gamma (Diag(c) (Z * B) + sum_r k~_r u~_r^T) + sum_j w_j k_j u_j^T                                    (eq. 4)
+    S ~ sum_r k~_r u~_r^T + R,    R ~ Diag(c) (Z * B)                                                       (eqs. 5, 7)
+
+The fp32 state lies in a worker's registers as accumulators of 16 x 8 x 16 products (see `operands`); nothing but the
+compressed state is ever in memory. The tensor cores do everything that multiplies:
+
+- Rebuilding and the residual are exact to fp32: codes and fp16 factors are exact operands, row scales and record weights
+  enter as sums of two fp16.
+- The passes of the fit round the state to fp16 on the way in. Each entry of S y sums over 128 roundings, so it is 11
+  times more accurate than the fp16 factor it becomes; what the factors miss, the residual carries.
+- S^T x contracts over keys and takes the accumulators as they lie. S y contracts over values and needs 8 x 8 blocks
+  transposed (`movmatrix`).
+
+The state is kept in units of a power of four, chosen from a bound of its entries so that they fit fp16 with room to
+spare; both factors then scale by its root. Only factors (R x K, R x V), column maxima and two energies cross warps,
+through shared memory, where every warp finishes them for itself.
+"""
+
+import dataclasses
+
+from pallas_kernels.fold.gram import Exchange, orthonormalise, row_norms
+from pallas_kernels.fold.operands import Operands, Place, Tiles, negative
+from pallas_kernels.lanes.value import Lanes, Pointer, Value
+from pallas_kernels.scales import power_of_two_scale, suffix_sums
+
+_EXPLORE = 0.05  # as leapquant_jax.fit
+_LARGEST_HALF = 65504.0
+_SMALLEST_ROW, _SMALLEST_COLUMN = 1e-18, 1e-37  # as leapquant_jax.quantize
+_TINY = 1e-37  # squares and magnitudes below count as zero
+_ROUND = 12582912.0  # 1.5 2^23: adding it leaves the rounded integer in the low bits
+_ALL_LANES = (1, 2, 4, 8, 16)
+
+
+@dataclasses.dataclass(frozen=True)
+class FoldSpec:
+    """Static sizes: heads H, key heads G, K, V, window P, rank R <= 8; subspace iterations; `LeapConfig.refit_gain`."""
+
+    heads: int
+    key_heads: int
+    key_dim: int
+    value_dim: int
+    window: int
+    rank: int
+    iterations: int = 1
+    refit_gain: float = 0.0
+
+    @property
+    def warps(self) -> int:
+        return self.key_dim // 32
+
+    @property
+    def threads(self) -> int:
+        """Also K and V: where one thread finishes one key or one value column."""
+        return 32 * self.warps
+
+    @property
+    def tile(self) -> int:
+        """Value rows per lane."""
+        return self.value_dim // 8
+
+    @property
+    def basis_words(self) -> int:
+        """Words of one column of the value basis: four lanes of a line, `tile` words each, padded against bank conflicts."""
+        return 4 * (self.tile + 4)
+
+    def places(self) -> dict[str, int]:
+        """Byte offsets in shared memory, and the end."""
+        k, v, r, w = self.key_dim, self.value_dim, self.rank, self.warps
+        sizes = dict(
+            sums=4 * w * r * (v + 4), keys=4 * r * (k + 1), key_basis=2 * 8 * k, value_basis=4 * 8 * self.basis_words,
+            half_keys=2 * r * k, half_values=2 * r * v, columns=4 * v, energies=4 * 2 * w, exchange=Exchange.bytes(r, w),
+        )  # fmt: skip
+        places, end = {}, 0
+        for name, size in sizes.items():
+            places[name], end = end, end + -(-size // 16) * 16
+        return places | {"end": end}
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.places()["end"]
+
+
+def fold_program(
+    spec: FoldSpec, lanes: Lanes, rows, row_count, directions, position, ring_keys, ring_values, ring_scales,
+    ring_log_decays, codes, row_scales, column_scales, compensator_keys, compensator_values,
+) -> None:  # fmt: skip
+    """Folds the batch rows `rows[:row_count[0]]` (int32); `directions` is `fit.start_directions`, the rest a `LeapState`."""
+    heads, repeats, rank, warps = spec.heads, spec.heads // spec.key_heads, spec.rank, spec.warps
+    key_dim, value_dim, window, tile = spec.key_dim, spec.value_dim, spec.window, spec.tile
+    places = spec.places()
+    [row_total] = lanes.load(lanes.at(row_count))
+    items = row_total * heads
+
+    def look_up(item: Value) -> list[Value]:
+        """Batch row of an item, and how many records it holds."""
+        [row] = lanes.load(lanes.at(rows, item // heads, 4), when=item < items)
+        [live] = lanes.load(lanes.at(position, row, 4))
+        return [row, lanes.select(live < window, live, window)]
+
+    def prefetch(item: Value, row: Value) -> None:
+        """Brings most of an item into the L2 cache, a line of 128 bytes per thread."""
+        head = row * heads + item % heads
+        thread, wanted = lanes.thread_of(item), item < items
+        for array, index, size in (
+            (codes, head, value_dim * key_dim),
+            (ring_values, head, 2 * window * value_dim),
+            (ring_keys, head // repeats, 2 * window * key_dim),
+            (compensator_keys, head, 2 * rank * key_dim),
+            (compensator_values, head, 2 * rank * value_dim),
+            (row_scales, head, 4 * key_dim),
+        ):
+            for start in range(0, size, spec.threads * 128):
+                inside = lanes.binary("and", wanted, thread * 128 < size - start)
+                lanes.prefetch(lanes.at(array, index, size) + (thread * 128 + start), when=inside)
+
+    def fold(item: Value, carried: list[Value]) -> list[Value]:
+        row, live = carried
+        next_item = item + lanes.workers
+        next_row, next_live = look_up(next_item)
+        head = row * heads + item % heads
+        key_head = head // repeats
+
+        place = Place.of(lanes.thread_of(item))
+        thread, warp, lane, line, quad = place.thread, place.warp, place.lane, place.line, place.quad
+        first_value, first_key = line * tile, warp * 32 + quad * 8  # of the lane's part of the state
+        exchange = Exchange(lanes, places["exchange"], rank, warps, warp, lane)
+        operands = Operands(lanes, place, key_dim=key_dim, value_dim=value_dim, rank=rank, window=window)
+        fit = _Fit(lanes, spec, place)
+
+        key_factors = lanes.at(compensator_keys, head, 2 * rank * key_dim)
+        value_factors = lanes.at(compensator_values, head, 2 * rank * value_dim)
+        row_pointer = lanes.at(row_scales, head, 4 * key_dim)
+        column_pointer = lanes.at(column_scales, head, 4 * value_dim)
+        key_ring = lanes.at(ring_keys, key_head, 2 * window * key_dim)
+        value_ring = lanes.at(ring_values, head, 2 * window * value_dim)
+        code_row = lanes.at(codes, head, value_dim * key_dim) + (first_value * key_dim + first_key)
+
+        # --- decays, and the unit of the state -------------------------------------------------------------------
+        lane_live = lane < live
+        [log_decay] = lanes.floats(lanes.load(lanes.at(ring_log_decays, head, 4 * window) + lane * 4, when=lane_live))
+        [record_scale] = lanes.floats(lanes.load(lanes.at(ring_scales, head, 4 * window) + lane * 4, when=lane_live))
+        largest = [
+            _largest(lanes, _strided(lanes, row_pointer, lane, key_dim)),
+            _largest(lanes, _strided(lanes, column_pointer, lane, value_dim)),
+            _largest(lanes, _strided_halves(lanes, key_factors, lane, rank * key_dim)),
+            _largest(lanes, _strided_halves(lanes, value_factors, lane, rank * value_dim)),
+        ]
+        row_scale = _read(lanes, row_pointer + first_key * 4, 8)
+        factor_keys = operands.factor_keys(key_factors)
+        record_keys = [operands.key_rows(key_ring, j, live) for j in range(0, window, 8)]
+        fit.start(directions, value_factors)
+
+        total, after = suffix_sums(lanes, log_decay, window, lane)
+        decay = lanes.exp(total)
+        weight = lanes.exp(after) * record_scale
+        # |S| <= decay (127 c B + R k~ u~) + P w |k| |u|: keys have unit length, and the records' u are below 1.
+        bound = decay * (largest[0] * largest[1] * 127.0 + largest[2] * largest[3] * float(rank))
+        bound = bound + lanes.from_bits(lanes.warp_max(lanes.bits(weight))) * float(window)
+        root, per_root = _power_of_four_root(lanes, lanes.bits(lanes.abs(bound)))
+        root, per_root = root * 0.0625, per_root * 16.0  # entries up to 2^8, far from both ends of fp16
+        weight = weight * per_root * per_root
+        unit_decay = decay * per_root * per_root
+
+        # --- rebuild ---------------------------------------------------------------------------------------- eq. 4
+        high, low = operands.weighted(record_keys, weight)
+        row_unit, per_row_unit = power_of_two_scale(lanes, lanes.bits(largest[0]))
+        row_unit, per_row_unit = row_unit * 2.0**-12, per_row_unit * 2.0**12
+        diagonal = operands.diagonal([c * per_row_unit for c in row_scale])
+        over_keys = [[pair, operands.none] for pair in factor_keys]
+        zero = lanes.constant(0.0, "f32")
+        tiles: Tiles = []
+        for start in range(0, tile, 8):  # eight value rows at a time, so that few operands wait in registers
+            words = [lanes.load(code_row + (start + i) * key_dim, 2, once=True) for i in range(8)]
+            columns = [b * row_unit for b in _read(lanes, column_pointer + (first_value + start) * 4, 8)]
+            values = operands.factor_values(value_factors, start)
+            records = [operands.record_values(value_ring, start, j, live) for j in range(0, window, 16)]
+            for m in range(4):
+                z = [[x for word in words[2 * m + i] for x in operands.code_values(word)] for i in range(2)]
+                fours = [lanes.mma_f16([zero] * 4, [z[0][n], z[1][n]] * 2, diagonal[n]) for n in range(4)]
+                fours = [[x * columns[2 * m + c // 2] for c, x in enumerate(four)] for four in fours]
+                operands.add_row(fours, [*values[m], operands.none, operands.none], over_keys)
+                fours = [[x * unit_decay for x in four] for four in fours]
+                for chunk, over_values in enumerate(records):
+                    operands.add_row(fours, over_values[m], high[chunk])
+                    operands.add_row(fours, over_values[m], low[chunk])
+                tiles.append(fours)
+
+        # --- fit: subspace iteration from the previous value factors ----------------------------------------- eq. 5
+        lanes.barrier()
+        prefetch(next_item, next_row)
+        basis: list[Value] = []
+        for _ in range(spec.iterations):
+            x = orthonormalise(exchange, fit.sum_over_values(tiles))
+            basis = orthonormalise(exchange, fit.sum_over_keys(tiles, x))
+            fit.store_basis(basis)
+            lanes.barrier()
+        x = fit.sum_over_values(tiles)
+
+        # both factors take the root of the norm, and are rounded (`leapquant_jax.fit._split_evenly`)
+        norms, up, down = row_norms(exchange, x)
+        new_keys, new_values = [], []
+        for r, norm in enumerate(norms):
+            factor = lanes.minimum(lanes.sqrt(norm) * lanes.sqrt(up) * root, _LARGEST_HALF)
+            key = x[r] * down * lanes.reciprocal(lanes.select(norm > _TINY, norm, 1.0)) * factor
+            for new, size, where, kept in (
+                (key, key_dim, "half_keys", new_keys), (basis[r] * factor, value_dim, "half_values", new_values),
+            ):  # fmt: skip
+                kept.append(lanes.pack_half(new, new))
+                rounded = lanes.unpack_half(kept[-1])[0] * per_root
+                target = lanes.shared(thread * 2) + (places[where] + 2 * r * size)
+                lanes.store_half(target, lanes.pack_half(rounded, rounded))
+        lanes.barrier()
+
+        # --- residual against the rounded compensators --------------------------------------------------------------
+        over_keys = [[pair, operands.none] for pair in operands.factor_keys(lanes.shared(places["half_keys"]))]
+        for start in range(0, tile, 8):
+            minus = negative(operands.factor_values(lanes.shared(places["half_values"]), start))
+            minus = [[*pair, operands.none, operands.none] for pair in minus]
+            operands.add(tiles[start // 2 : start // 2 + 4], minus, over_keys)
+        keep = None
+        if spec.refit_gain:
+            previous = _Previous(key_factors, value_factors, decay, largest[3])
+            keep = _keep_previous(lanes, spec, place, operands, tiles, previous, per_root)
+
+        # --- row scales: c_k = sqrt(mean_v |R|) ---------------------------------------------------------------- eq. 7
+        residual = [[tiles[i // 2][kk // 2][2 * (i % 2) + kk % 2] for kk in range(8)] for i in range(tile)]
+        sums = [lanes.abs(residual[0][kk]) for kk in range(8)]
+        for i in range(1, tile):
+            sums = [s + lanes.abs(residual[i][kk]) for kk, s in enumerate(sums)]
+        # Which key a lane is left with after `scatter_sum` over the lanes with the same keys; below, which tile / 4 values.
+        own_key = first_key + (((lane >> 4) & 1) * 4 + ((lane >> 3) & 1) * 2 + ((lane >> 2) & 1))
+        own_value = first_value + (((lane >> 1) & 1) * 2 + (lane & 1)) * (tile // 4)
+        [total] = lanes.scatter_sum(sums, (16, 8, 4))
+        new_row = lanes.sqrt(total * (1.0 / value_dim)) * root
+        new_row = lanes.select(new_row < _SMALLEST_ROW, 1.0, new_row)
+        lanes.store(row_pointer + own_key * 4, [new_row])
+        lanes.store(lanes.shared(own_key * 4) + places["keys"], [lanes.reciprocal(new_row) * root * root])
+        lanes.warp_barrier()
+        inverse = _read(lanes, lanes.shared(first_key * 4) + places["keys"], 8)
+        residual = [[x * y for x, y in zip(xs, inverse, strict=True)] for xs in residual]
+
+        # --- column scales: B_v = max_k |R / c| / 127 -----------------------------------------------------------------
+        tops = []
+        for xs in residual:
+            top = lanes.abs(xs[0])
+            for other in xs[1:]:
+                top = lanes.maximum(top, lanes.abs(other))
+            tops.append(top)
+        tops = lanes.scatter_max(tops, (2, 1))
+        lanes.store(lanes.shared((warp * value_dim + own_value) * 4) + places["sums"], tops)
+        lanes.barrier()
+        parts = [lanes.load(lanes.shared(thread * 4) + (places["sums"] + 4 * w * value_dim)) for w in range(warps)]
+        top, *others = (lanes.floats(part)[0] for part in parts)
+        for other in others:
+            top = lanes.maximum(top, other)
+        new_column = _divide_by_127(lanes, top)
+        per_code = lanes.select(new_column > _SMALLEST_COLUMN, lanes.reciprocal(new_column), 0.0)
+        lanes.store(column_pointer + thread * 4, [new_column])
+        lanes.store(lanes.shared(thread * 4) + places["columns"], [per_code])
+
+        # Every warp has read the previous factors by now.
+        for r in range(rank):
+            key_place, value_place = (p + thread * 2 for p in (key_factors + 2 * r * key_dim, value_factors + 2 * r * value_dim))
+            if keep is None:
+                lanes.store_half(key_place, new_keys[r])
+                lanes.store_half(value_place, new_values[r])
+                continue
+            decayed = lanes.unpack_half(lanes.load_small(key_place, 2))[0] * decay
+            lanes.store_half(key_place, lanes.select(keep, lanes.pack_half(decayed, decayed), new_keys[r]))
+            lanes.store_half(value_place, lanes.select(keep, lanes.load_small(value_place, 2), new_values[r]))
+        lanes.barrier()
+
+        # --- codes -------------------------------------------------------------------------------------------------------
+        for i in range(0, tile, 4):
+            per_codes = _read(lanes, lanes.shared(first_value * 4) + (places["columns"] + 4 * i), 4)
+            for ii, per_code in enumerate(per_codes, start=i):
+                bits = [lanes.bits(lanes.fma(x_entry, per_code, _ROUND)) for x_entry in residual[ii]]
+                pairs = [lanes.permute_bytes(bits[kk], bits[kk + 1], 0x0040) for kk in range(0, 8, 2)]
+                words = [lanes.permute_bytes(*two, 0x5410) for two in (pairs[:2], pairs[2:])]
+                lanes.store(code_row + ii * key_dim, words)
+        return [next_row, next_live]
+
+    lanes.for_items(items, look_up, fold)
+
+
+class _Fit:
+    """The passes of the subspace iteration, and where their bases lie in shared memory (fp16).
+
+    A basis over keys or over values is the second operand of a product, its column r; columns from R on hold anything.
+    """
+
+    def __init__(self, lanes: Lanes, spec: FoldSpec, place: Place):
+        self.lanes, self.spec, self.place = lanes, spec, place
+        self.places = spec.places()
+
+    def start(self, directions, value_factors: Pointer) -> None:
+        """`leapquant_jax.fit._start`, a row per warp (any basis of the same span does)."""
+        lanes, spec, place = self.lanes, self.spec, self.place
+        per_lane = spec.value_dim // 32
+        for r0 in range(0, spec.rank, spec.warps):
+            r = place.warp + r0
+            with lanes.when(r < spec.rank):
+                entry = r * spec.value_dim + place.lane * per_lane
+                old = [x for w in lanes.load(value_factors + entry * 2, per_lane // 2) for x in lanes.unpack_half(w)]
+                fixed = lanes.floats(lanes.load(lanes.at(directions) + entry * 4, per_lane))
+                largest = lanes.abs(old[0])
+                for x in old[1:]:
+                    largest = lanes.maximum(largest, lanes.abs(x))
+                largest = lanes.all_max(largest, _ALL_LANES)
+                inverse = lanes.reciprocal(lanes.select(largest > _TINY, largest, 1.0))
+                old = [x * inverse for x in old]
+                squared = old[0] * old[0]
+                for x in old[1:]:
+                    squared = lanes.fma(x, x, squared)
+                squared = lanes.all_sum(squared, _ALL_LANES)
+                inverse = lanes.select(squared > _TINY, lanes.reciprocal_sqrt(squared), 0.0)
+                for i, (f, x) in enumerate(zip(fixed, old, strict=True)):
+                    y = lanes.fma(f, _EXPLORE, x * inverse)
+                    target = self._value_place(place.line, (place.lane & 3) * per_lane + i)
+                    lanes.store_half(target + r * (4 * spec.basis_words), lanes.pack_half(y, y))
+
+    def store_basis(self, rows: list[Value]) -> None:
+        """Makes y_r, an entry per thread, the basis of `sum_over_values`."""
+        thread, tile = self.place.thread, self.spec.tile
+        target = self._value_place(thread // tile, thread % tile)
+        for r, y in enumerate(rows):
+            self.lanes.store_half(target + 4 * r * self.spec.basis_words, self.lanes.pack_half(y, y))
+
+    def _value_place(self, line: Value, i: Value) -> Pointer:
+        """Of value row i of a line: word i of lane line / 2 holds it and that of the next line, as a product wants them."""
+        byte = (line >> 1) * (4 * (self.spec.tile + 4)) + i * 4 + (line & 1) * 2
+        return self.lanes.shared(byte) + self.places["value_basis"]
+
+    def sum_over_values(self, tiles: Tiles) -> list[Value]:
+        """S y_r at key `thread`, for each r."""
+        lanes, spec, place = self.lanes, self.spec, self.place
+        column = lanes.shared(place.line * (4 * spec.basis_words) + place.quad * (4 * (spec.tile + 4)))
+        sums = [[lanes.constant(0.0, "f32")] * 4 for _ in range(2)]  # rows: keys of n = 2q, then of n = 2q + 1
+        for start in range(0, spec.tile // 2, 2):
+            y = lanes.load(column + (self.places["value_basis"] + 8 * start), 4)
+            for m in (start, start + 1):
+                pair = y[2 * (m - start) : 2 * (m - start) + 2]
+                for q in range(2):
+                    fours = tiles[m][2 * q : 2 * q + 2]
+                    halves = [lanes.pack_half(*four[2 * i : 2 * i + 2]) for i in range(2) for four in fours]
+                    sums[q] = lanes.mma_f16(sums[q], [lanes.transpose_halves(word) for word in halves], pair)
+        key = place.warp * 32 + (place.line >> 1) * 8 + (place.line & 1)
+        stride = 4 * (spec.key_dim + 1)
+        for n in range(4):
+            for c in range(2):
+                r = place.quad * 2 + c
+                target = lanes.shared(r * stride + key * 4) + (self.places["keys"] + 8 * n)
+                lanes.store(target, [sums[n // 2][2 * (n % 2) + c]], when=r < spec.rank)
+        lanes.warp_barrier()
+        mine = lanes.shared(place.thread * 4) + self.places["keys"]
+        return [lanes.floats(lanes.load(mine + r * stride))[0] for r in range(spec.rank)]
+
+    def sum_over_keys(self, tiles: Tiles, x: list[Value]) -> list[Value]:
+        """S^T x_r at value `thread`, for each r, from x_r at key `thread`; one barrier."""
+        lanes, spec, place = self.lanes, self.spec, self.place
+        basis = self.places["key_basis"]
+        for r in range(spec.rank):
+            target = lanes.shared(place.warp * 512 + place.lane * 2) + (basis + 64 * r)
+            lanes.store_half(target, lanes.pack_half(x[r], x[r]))
+        lanes.warp_barrier()
+        words = lanes.load(lanes.shared(place.warp * 512 + place.line * 64 + place.quad * 16) + basis, 4)
+        stride = 4 * (spec.value_dim + 4)
+        for start in range(0, spec.tile // 2, 2):
+            entries: list[list[Value]] = [[], []]  # of r = 2 quad and the next, at four value rows
+            for fours in tiles[start : start + 2]:
+                sums = [lanes.constant(0.0, "f32")] * 4
+                for p in range(2):
+                    pair = fours[2 * p : 2 * p + 2]
+                    a, b = ([lanes.pack_half(*four[2 * i : 2 * i + 2]) for i in range(2)] for four in pair)
+                    sums = lanes.mma_f16(sums, [*a, *b], words[2 * p : 2 * p + 2])
+                for c in range(2):
+                    entries[c] += [sums[c], sums[2 + c]]
+            for c in range(2):
+                r = place.quad * 2 + c
+                first = (place.warp * spec.rank + r) * stride + place.line * (4 * spec.tile)
+                lanes.store(lanes.shared(first) + (self.places["sums"] + 8 * start), entries[c], when=r < spec.rank)
+        lanes.barrier()
+        result = []
+        for r in range(spec.rank):
+            mine = lanes.shared(place.thread * 4) + self.places["sums"]
+            parts = [lanes.floats(lanes.load(mine + (w * spec.rank + r) * stride))[0] for w in range(spec.warps)]
+            total = parts[0]
+            for part in parts[1:]:
+                total = total + part
+            result.append(total)
+        return result
+
+
+@dataclasses.dataclass(frozen=True)
+class _Previous:
+    """The compensators of the window before: both factors in memory, the decay since, the largest value entry."""
+
+    keys: Pointer
+    values: Pointer
+    decay: Value
+    largest_value: Value
+
+
+def _keep_previous(
+    lanes: Lanes, spec: FoldSpec, place: Place, operands: Operands, tiles: Tiles, previous: _Previous, per_root: Value
+) -> Value:
+    """`leapquant_jax.fold._keep_unless_better`: whether the previous compensators stay; `tiles` are their residual then.
+
+    The residual against them is R + P_new - P_previous: one product of 16 summation indices per tile.
+    """
+    places = spec.places()
+    # Kept for long, the two factors drift apart in size: the value factor gets a unit of its own.
+    up, down = power_of_two_scale(lanes, lanes.bits(previous.largest_value))
+    over_keys = []
+    for new, word in zip(
+        operands.factor_keys(lanes.shared(places["half_keys"])), operands.factor_keys(previous.keys), strict=True
+    ):
+        decayed = [x * previous.decay for x in lanes.unpack_half(word)]
+        stored = [x * up * per_root * per_root for x in lanes.unpack_half(lanes.pack_half(*decayed))]
+        over_keys.append([new, lanes.pack_half(*stored)])
+
+    def values(start: int) -> list[list[Value]]:
+        new = operands.factor_values(lanes.shared(places["half_values"]), start)
+        old = operands.factor_values(previous.values, start)
+        old = [[lanes.pack_half(*(x * down for x in lanes.unpack_half(word))) for word in words] for words in old]
+        return [[*a, *b] for a, b in zip(new, negative(old), strict=True)]
+
+    squares = [lanes.constant(0.0, "f32")] * 2  # of the new residual, of the previous compensators'
+    for start in range(0, spec.tile, 8):
+        for over_values, fours in zip(values(start), tiles[start // 2 :], strict=False):
+            for four, keys in zip(fours, over_keys, strict=True):
+                for which, entries in enumerate((four, lanes.mma_f16(four, over_values, keys))):
+                    for x in entries:
+                        squares[which] = lanes.fma(x, x, squares[which])
+    [mine] = lanes.scatter_sum(squares, (16,))
+    mine = lanes.all_sum(mine, (1, 2, 4, 8))
+    target = lanes.shared(place.warp * 8 + (place.lane >> 4) * 4) + places["energies"]
+    lanes.store(target, [mine], when=(place.lane & 15).equals(0))
+    lanes.barrier()
+    parts = [lanes.floats(lanes.load(lanes.shared(places["energies"] + 8 * w), 2)) for w in range(spec.warps)]
+    new_energy, previous_energy = parts[0]
+    for a, b in parts[1:]:
+        new_energy, previous_energy = new_energy + a, previous_energy + b
+    keep = new_energy >= previous_energy * (1.0 - spec.refit_gain)  # a NaN refits
+    over_keys = [[lanes.select(keep, word, 0) for word in pair] for pair in over_keys]
+    for start in range(0, spec.tile, 8):
+        operands.add(tiles[start // 2 : start // 2 + 4], values(start), over_keys)
+    return keep
+
+
+def _largest(lanes: Lanes, values: list[Value]) -> Value:
+    """Largest magnitude in the warp (NaN if there is one)."""
+    largest = lanes.abs(values[0])
+    for x in values[1:]:
+        largest = lanes.maximum(largest, lanes.abs(x))
+    return lanes.from_bits(lanes.warp_max(lanes.bits(largest)))
+
+
+def _strided(lanes: Lanes, pointer: Pointer, lane: Value, count: int) -> list[Value]:
+    """`count` f32, spread over the lanes of a warp."""
+    return [lanes.floats(lanes.load(pointer + lane * 4 + 4 * i))[0] for i in range(0, count, 32)]
+
+
+def _strided_halves(lanes: Lanes, pointer: Pointer, lane: Value, count: int) -> list[Value]:
+    """`count` (a multiple of 64) fp16, spread over the lanes of a warp."""
+    words = [lanes.load(pointer + lane * 4 + 2 * i)[0] for i in range(0, count, 64)]
+    return [x for word in words for x in lanes.unpack_half(word)]
+
+
+def _power_of_four_root(lanes: Lanes, bits: Value) -> tuple[Value, Value]:
+    """(2^n, 2^-n) with 4^n at most twice, and at least half, the non-negative f32 with these bits; 1 if that is 0 or NaN."""
+    n = ((bits >> 23) + 1) >> 1  # biased exponent e + 127, halved: n - 64 is about e / 2
+    plain = lanes.binary("or", bits.equals(0), bits >= 0x7F800000)
+    n = lanes.select(plain, 64, n)
+    return lanes.from_bits((n + 63) << 23), lanes.from_bits((191 - n) << 23)
+
+
+def _read(lanes: Lanes, pointer: Pointer, count: int) -> list[Value]:
+    """`count` (a multiple of 4) consecutive f32."""
+    return [x for i in range(0, count, 4) for x in lanes.floats(lanes.load(pointer + 4 * i, 4))]
+
+
+def _divide_by_127(lanes: Lanes, x: Value) -> Value:
+    """x / 127, correctly rounded, without a division: one Newton step on the quotient."""
+    quotient = x * (1.0 / 127.0)
+    return lanes.fma(lanes.fma(quotient, -127.0, x), 1.0 / 127.0, quotient)
