@@ -35,6 +35,7 @@ from pallas_kernels.shapes import SHAPES
 _OUTPUT_DIR = flags.DEFINE_string("output_dir", "results/kernels", "A folder named after the card is made in it.")
 _BATCHES = flags.DEFINE_list("batches", ["512", "128", "32", "8", "1", "1024"], "Batch sizes.")
 _SHAPE = flags.DEFINE_enum("shape", "qwen3.5-9b", list(SHAPES), "Which named shape.")
+_REFIT_GAIN = flags.DEFINE_float("refit_gain", 0.02, "As in LeapConfig; 0 refits at every fold.")
 _WINDOWS = flags.DEFINE_integer("windows", 3, "Windows timed per batch.")
 _SCAN = flags.DEFINE_bool("scan", True, "Also time decode inside lax.scan.")
 _FOLD_LAUNCH = flags.DEFINE_list("fold_launch", None, "Blocks, workers per block instead of the tuning table.")
@@ -59,7 +60,7 @@ def head_bytes(shape, fill: float) -> dict[str, float]:
 
 def make_state(shape, batch: int) -> tuple[lq.LeapConfig, LeapState, tuple]:
     """A random row, repeated: times do not depend on the data, and nothing large has to be drawn."""
-    config = lq.LeapConfig(rank=shape.rank, window=shape.window, refit_gain=0)
+    config = lq.LeapConfig(rank=shape.rank, window=shape.window, refit_gain=_REFIT_GAIN.value)
     random = np.random.default_rng(0)
     state = lq.init_state(
         config, batch=1, num_heads=shape.heads, num_key_heads=shape.key_heads, key_dim=shape.key_dim,
@@ -209,7 +210,7 @@ def write_report(folder: pathlib.Path, result: dict) -> None:
     text = [
         f"# Kernels on {result['card']}",
         f"{result['shape']}: {shape.heads} value heads, {shape.key_heads} key heads, {shape.key_dim} x {shape.value_dim}, "
-        f"window {shape.window}, rank {shape.rank}. jax {result['jax']}. Read {read / 1e9:.0f} GB/s, "
+        f"window {shape.window}, rank {shape.rank}, refit_gain {result['refit_gain']}. jax {result['jax']}. Read {read / 1e9:.0f} GB/s, "
         f"copy {result['ceilings']['copy'] / 1e9:.0f} GB/s (measured in the same run).",
         "`mean` is kernel time over a window: 16 appends and one fold, divided by 16. `staggered`: rows at 16 different "
         "positions, a fold of 1/16 of them after every token. `in scan` is wall time per token of `lq.decode` in "
@@ -271,7 +272,7 @@ def main(_: list[str]) -> None:
     folder = pathlib.Path(_OUTPUT_DIR.value) / device.device_kind.lower().replace(" ", "_")
     folder.mkdir(parents=True, exist_ok=True)
     result = {
-        "card": device.device_kind, "shape": _SHAPE.value, "jax": jax.__version__, "ceilings": ceilings(), "rows": [],
+        "card": device.device_kind, "shape": _SHAPE.value, "refit_gain": _REFIT_GAIN.value, "jax": jax.__version__, "ceilings": ceilings(), "rows": [],
         "command": " ".join(["python -m experiments.bench_kernels", *sys.argv[1:]]),
     }  # fmt: skip
     result["peers"] = read_peers(folder)

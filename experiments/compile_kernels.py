@@ -25,9 +25,7 @@ _KERNEL = flags.DEFINE_enum("kernel", "append", ["append", "fold"], "Which kerne
 _SHAPE = flags.DEFINE_enum("shape", "qwen3.5-9b", list(SHAPES), "Which named shape.")
 _REFIT_GAIN = flags.DEFINE_float("refit_gain", 0.02, "As in LeapConfig.")
 _BATCH = flags.DEFINE_integer("batch", 512, "Batch size.")
-_LAUNCH = flags.DEFINE_list(
-    "launch", None, "Blocks, workers per block, heads per item; the tuning table if not given."
-)
+_LAUNCH = flags.DEFINE_list("launch", None, "Blocks, workers per block, heads per item; the tuning table if not given.")
 _DUMP_DIR = flags.DEFINE_string(
     "dump_dir", None, "Where to leave PTX and ptxas' report; a temporary folder if not given."
 )

@@ -6,14 +6,14 @@ the product is value row 2m, row `line + 8` is 2m+1, column 2 quad (+ 1) is key 
 and of the summation index inside a product is free, so nothing ever has to be moved between lanes to fit.
 
 An operand over values is, per m, two registers for 8 summation indices (compensators or records); one over keys is, per
-n, one register for 8 indices. A product sums over 16 indices: two such operands side by side.
+n, one register for 8 indices. A product sums over 8 indices, or over 16 with two such operands side by side.
 """
 
 import dataclasses
 
 from pallas_kernels.lanes.value import Lanes, Pointer, Value
 
-OverKeys = list[list[Value]]  # [n][half of the summation index]
+OverKeys = list[list[Value]]  # [n][half of the summation index, or all of it]
 OverValues = list[list[Value]]  # [m][row in the tile, half of the summation index]
 Tiles = list[list[list[Value]]]  # [m][n][accumulator register]
 
@@ -58,9 +58,9 @@ class Operands:
         """The operand made of two rows, one register per n."""
         return [self.lanes.permute_bytes(rows[0][n], rows[1][n], self.half) for n in range(4)]
 
-    def factor_keys(self, keys: Pointer) -> list[Value]:
-        """The R key factors, one register per n."""
-        return self.pairs(self.key_rows(keys, 0, self.rank))
+    def factor_keys(self, keys: Pointer) -> OverKeys:
+        """The R key factors, as one half."""
+        return [[word] for word in self.pairs(self.key_rows(keys, 0, self.rank))]
 
     def weighted(self, rows: list[list[list[Value]]], weight: Value) -> tuple[list[OverKeys], list[OverKeys]]:
         """Keys of records times their weights (lane j holds that of record j), as a sum of two operands."""
@@ -80,7 +80,7 @@ class Operands:
         return high, low
 
     def diagonal(self, entries: list[Value]) -> OverKeys:
-        """Diag of one fp32 entry per key of the lane, as a sum of two fp16 over the two halves of the summation index."""
+        """Diag of one fp32 entry per key of the lane, as a sum of two operands of 8 summation indices each."""
         lanes, zero = self.lanes, self.lanes.constant(0.0, "f32")
         mine = self.place.quad.equals(self.place.line >> 1)  # column `line` is the key of this quad
         odd = (self.place.line & 1).differs(0)
@@ -114,7 +114,9 @@ class Operands:
         flipped = word ^ -0x7F7F7F80  # 0x80808080: signed bytes to offset binary
         bias = self.lanes.constant(0x64806480, "i32")  # 1152
         return [
-            self.lanes.binary("sub_half", self.lanes.permute_bytes(flipped, self.lanes.constant(0x64646464, "i32"), s), bias)
+            self.lanes.binary(
+                "sub_half", self.lanes.permute_bytes(flipped, self.lanes.constant(0x64646464, "i32"), s), bias
+            )
             for s in (0x4140, 0x4342)
         ]
 

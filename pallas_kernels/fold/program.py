@@ -19,9 +19,10 @@ through shared memory, where every warp finishes them for itself.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 from pallas_kernels.fold.gram import Exchange, orthonormalise, row_norms
-from pallas_kernels.fold.operands import Operands, Place, Tiles, negative
+from pallas_kernels.fold.operands import Operands, OverKeys, OverValues, Place, Tiles, negative
 from pallas_kernels.lanes.value import Lanes, Pointer, Value
 from pallas_kernels.scales import power_of_two_scale, suffix_sums
 
@@ -70,8 +71,10 @@ class FoldSpec:
         k, v, r, w = self.key_dim, self.value_dim, self.rank, self.warps
         sizes = dict(
             sums=4 * w * r * (v + 4), keys=4 * r * (k + 1), key_basis=2 * 8 * k, value_basis=4 * 8 * self.basis_words,
-            half_keys=2 * r * k, half_values=2 * r * v, columns=4 * v, energies=4 * 2 * w, exchange=Exchange.bytes(r, w),
+            new_keys=2 * r * k, new_values=2 * r * v, columns=4 * v, energies=4 * 2 * w, exchange=Exchange.bytes(r, w),
         )  # fmt: skip
+        if self.refit_gain:
+            sizes |= dict(previous_keys=2 * r * k, previous_values=2 * r * v)
         places, end = {}, 0
         for name, size in sizes.items():
             places[name], end = end, end + -(-size // 16) * 16
@@ -168,7 +171,6 @@ def fold_program(
         row_unit, per_row_unit = power_of_two_scale(lanes, lanes.bits(largest[0]))
         row_unit, per_row_unit = row_unit * 2.0**-12, per_row_unit * 2.0**12
         diagonal = operands.diagonal([c * per_row_unit for c in row_scale])
-        over_keys = [[pair, operands.none] for pair in factor_keys]
         zero = lanes.constant(0.0, "f32")
         tiles: Tiles = []
         for start in range(0, tile, 8):  # eight value rows at a time, so that few operands wait in registers
@@ -178,9 +180,11 @@ def fold_program(
             records = [operands.record_values(value_ring, start, j, live) for j in range(0, window, 16)]
             for m in range(4):
                 z = [[x for word in words[2 * m + i] for x in operands.code_values(word)] for i in range(2)]
-                fours = [lanes.mma_f16([zero] * 4, [z[0][n], z[1][n]] * 2, diagonal[n]) for n in range(4)]
+                fours = [[zero] * 4 for _ in range(4)]
+                for n, word in ((n, word) for word in range(2) for n in range(4)):
+                    fours[n] = lanes.mma_f16(fours[n], [z[0][n], z[1][n]], [diagonal[n][word]])
                 fours = [[x * columns[2 * m + c // 2] for c, x in enumerate(four)] for four in fours]
-                operands.add_row(fours, [*values[m], operands.none, operands.none], over_keys)
+                operands.add_row(fours, values[m], factor_keys)
                 fours = [[x * unit_decay for x in four] for four in fours]
                 for chunk, over_values in enumerate(records):
                     operands.add_row(fours, over_values[m], high[chunk])
@@ -200,29 +204,28 @@ def fold_program(
 
         # both factors take the root of the norm, and are rounded (`leapquant_jax.fit._split_evenly`)
         norms, up, down = row_norms(exchange, x)
-        new_keys, new_values = [], []
+        factors = _Factors(lanes, spec, place, (key_factors, value_factors))
+        new = []
         for r, norm in enumerate(norms):
             factor = lanes.minimum(lanes.sqrt(norm) * lanes.sqrt(up) * root, _LARGEST_HALF)
             key = x[r] * down * lanes.reciprocal(lanes.select(norm > _TINY, norm, 1.0)) * factor
-            for new, size, where, kept in (
-                (key, key_dim, "half_keys", new_keys), (basis[r] * factor, value_dim, "half_values", new_values),
-            ):  # fmt: skip
-                kept.append(lanes.pack_half(new, new))
-                rounded = lanes.unpack_half(kept[-1])[0] * per_root
-                target = lanes.shared(thread * 2) + (places[where] + 2 * r * size)
-                lanes.store_half(target, lanes.pack_half(rounded, rounded))
+            new.append(lanes.pack_half(key, basis[r] * factor))
+        factors.share("new", new, per_root, per_root * -1.0)
+        previous = []
+        if spec.refit_gain:
+            # Kept for long, the two factors drift apart in size: the value factor gets a unit of its own.
+            previous = factors.load(decay)
+            up, down = power_of_two_scale(lanes, lanes.bits(largest[3]))
+            factors.share("previous", previous, up * per_root * per_root, down * -1.0)
         lanes.barrier()
 
         # --- residual against the rounded compensators --------------------------------------------------------------
-        over_keys = [[pair, operands.none] for pair in operands.factor_keys(lanes.shared(places["half_keys"]))]
+        new_over_keys, new_over_values = factors.operands(operands, "new")
         for start in range(0, tile, 8):
-            minus = negative(operands.factor_values(lanes.shared(places["half_values"]), start))
-            minus = [[*pair, operands.none, operands.none] for pair in minus]
-            operands.add(tiles[start // 2 : start // 2 + 4], minus, over_keys)
-        keep = None
+            operands.add(tiles[start // 2 : start // 2 + 4], new_over_values(start), new_over_keys)
         if spec.refit_gain:
-            previous = _Previous(key_factors, value_factors, decay, largest[3])
-            keep = _keep_previous(lanes, spec, place, operands, tiles, previous, per_root)
+            keep = _keep_previous(lanes, spec, place, operands, tiles, factors)
+            new = [lanes.select(keep, a, b) for a, b in zip(previous, new, strict=True)]
 
         # --- row scales: c_k = sqrt(mean_v |R|) ---------------------------------------------------------------- eq. 7
         residual = [[tiles[i // 2][kk // 2][2 * (i % 2) + kk % 2] for kk in range(8)] for i in range(tile)]
@@ -260,16 +263,7 @@ def fold_program(
         lanes.store(column_pointer + thread * 4, [new_column])
         lanes.store(lanes.shared(thread * 4) + places["columns"], [per_code])
 
-        # Every warp has read the previous factors by now.
-        for r in range(rank):
-            key_place, value_place = (p + thread * 2 for p in (key_factors + 2 * r * key_dim, value_factors + 2 * r * value_dim))
-            if keep is None:
-                lanes.store_half(key_place, new_keys[r])
-                lanes.store_half(value_place, new_values[r])
-                continue
-            decayed = lanes.unpack_half(lanes.load_small(key_place, 2))[0] * decay
-            lanes.store_half(key_place, lanes.select(keep, lanes.pack_half(decayed, decayed), new_keys[r]))
-            lanes.store_half(value_place, lanes.select(keep, lanes.load_small(value_place, 2), new_values[r]))
+        factors.store(new)
         lanes.barrier()
 
         # --- codes -------------------------------------------------------------------------------------------------------
@@ -394,59 +388,85 @@ class _Fit:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Previous:
-    """The compensators of the window before: both factors in memory, the decay since, the largest value entry."""
+class _Factors:
+    """Compensators as threads hold them: for each r one word, the fp16 key factor at key `thread` and, above it, the value
+    factor at value `thread`."""
 
-    keys: Pointer
-    values: Pointer
-    decay: Value
-    largest_value: Value
+    lanes: Lanes
+    spec: FoldSpec
+    place: Place
+    memory: tuple[Pointer, Pointer]
+
+    def load(self, decay: Value) -> list[Value]:
+        """The compensators in memory, decayed."""
+        result = []
+        for r in range(self.spec.rank):
+            key, value = (
+                self.lanes.unpack_half(self.lanes.load_small(pointer + self.place.thread * 2 + 2 * r * size, 2))[0]
+                for pointer, size in zip(self.memory, (self.spec.key_dim, self.spec.value_dim), strict=True)
+            )
+            result.append(self.lanes.pack_half(key * decay, value))
+        return result
+
+    def store(self, words: list[Value]) -> None:
+        keys, values = (pointer + self.place.thread * 2 for pointer in self.memory)
+        for r, word in enumerate(words):
+            self.lanes.store_half(keys + 2 * r * self.spec.key_dim, word)
+            self.lanes.store_half(values + 2 * r * self.spec.value_dim, word >> 16)
+
+    def share(self, name: str, words: list[Value], key_unit: Value, value_unit: Value) -> None:
+        """Puts the factors in shared memory, multiplied by powers of two."""
+        places = self.spec.places()
+        keys, values = (self.lanes.shared(self.place.thread * 2) + places[f"{name}_{x}"] for x in ("keys", "values"))
+        for r, word in enumerate(words):
+            key, value = self.lanes.unpack_half(word)
+            word = self.lanes.pack_half(key * key_unit, value * value_unit)
+            self.lanes.store_half(keys + 2 * r * self.spec.key_dim, word)
+            self.lanes.store_half(values + 2 * r * self.spec.value_dim, word >> 16)
+
+    def operands(self, operands: Operands, name: str) -> tuple[OverKeys, Callable[[int], OverValues]]:
+        """Of the factors in shared memory: over keys, and over eight value rows from a given one on."""
+        places = self.spec.places()
+        keys, values = (self.lanes.shared(places[f"{name}_{x}"]) for x in ("keys", "values"))
+        return operands.factor_keys(keys), lambda start: operands.factor_values(values, start)
 
 
 def _keep_previous(
-    lanes: Lanes, spec: FoldSpec, place: Place, operands: Operands, tiles: Tiles, previous: _Previous, per_root: Value
+    lanes: Lanes, spec: FoldSpec, place: Place, operands: Operands, tiles: Tiles, factors: _Factors
 ) -> Value:
     """`leapquant_jax.fold._keep_unless_better`: whether the previous compensators stay; `tiles` are their residual then.
 
-    The residual against them is R + P_new - P_previous: one product of 16 summation indices per tile.
+    The residual against them is R + P_new - P_previous: one product of 16 summation indices per tile. Value factors are
+    shared with their signs turned.
     """
-    places = spec.places()
-    # Kept for long, the two factors drift apart in size: the value factor gets a unit of its own.
-    up, down = power_of_two_scale(lanes, lanes.bits(previous.largest_value))
-    over_keys = []
-    for new, word in zip(
-        operands.factor_keys(lanes.shared(places["half_keys"])), operands.factor_keys(previous.keys), strict=True
-    ):
-        decayed = [x * previous.decay for x in lanes.unpack_half(word)]
-        stored = [x * up * per_root * per_root for x in lanes.unpack_half(lanes.pack_half(*decayed))]
-        over_keys.append([new, lanes.pack_half(*stored)])
+    new_over_keys, new_over_values = factors.operands(operands, "new")
+    old_over_keys, old_over_values = factors.operands(operands, "previous")
+    over_keys = [a + b for a, b in zip(negative(new_over_keys), old_over_keys, strict=True)]
 
-    def values(start: int) -> list[list[Value]]:
-        new = operands.factor_values(lanes.shared(places["half_values"]), start)
-        old = operands.factor_values(previous.values, start)
-        old = [[lanes.pack_half(*(x * down for x in lanes.unpack_half(word))) for word in words] for words in old]
-        return [[*a, *b] for a, b in zip(new, negative(old), strict=True)]
+    def over_values(start: int) -> OverValues:
+        return [a + b for a, b in zip(new_over_values(start), old_over_values(start), strict=True)]
 
     squares = [lanes.constant(0.0, "f32")] * 2  # of the new residual, of the previous compensators'
     for start in range(0, spec.tile, 8):
-        for over_values, fours in zip(values(start), tiles[start // 2 :], strict=False):
+        for values, fours in zip(over_values(start), tiles[start // 2 :], strict=False):
             for four, keys in zip(fours, over_keys, strict=True):
-                for which, entries in enumerate((four, lanes.mma_f16(four, over_values, keys))):
+                for which, entries in enumerate((four, lanes.mma_f16(four, values, keys))):
                     for x in entries:
                         squares[which] = lanes.fma(x, x, squares[which])
     [mine] = lanes.scatter_sum(squares, (16,))
     mine = lanes.all_sum(mine, (1, 2, 4, 8))
-    target = lanes.shared(place.warp * 8 + (place.lane >> 4) * 4) + places["energies"]
+    energies = spec.places()["energies"]
+    target = lanes.shared(place.warp * 8 + (place.lane >> 4) * 4) + energies
     lanes.store(target, [mine], when=(place.lane & 15).equals(0))
     lanes.barrier()
-    parts = [lanes.floats(lanes.load(lanes.shared(places["energies"] + 8 * w), 2)) for w in range(spec.warps)]
+    parts = [lanes.floats(lanes.load(lanes.shared(energies + 8 * w), 2)) for w in range(spec.warps)]
     new_energy, previous_energy = parts[0]
     for a, b in parts[1:]:
         new_energy, previous_energy = new_energy + a, previous_energy + b
     keep = new_energy >= previous_energy * (1.0 - spec.refit_gain)  # a NaN refits
     over_keys = [[lanes.select(keep, word, 0) for word in pair] for pair in over_keys]
     for start in range(0, spec.tile, 8):
-        operands.add(tiles[start // 2 : start // 2 + 4], values(start), over_keys)
+        operands.add(tiles[start // 2 : start // 2 + 4], over_values(start), over_keys)
     return keep
 
 

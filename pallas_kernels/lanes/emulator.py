@@ -261,16 +261,17 @@ class EmulatedLanes(Lanes):
         self._copies = []
 
     def _mma(self, acc: list[Value], a: np.ndarray, b: np.ndarray, kind: str) -> list[Value]:
-        """a [4 registers, threads, n], b [2, threads, n] with n elements per register, in the PTX fragment order."""
+        """a [4 or 2 registers, threads, n], b [2 or 1, threads, n], n elements per register, in the PTX fragment order."""
         per, wide = a.shape[-1], np.float64 if kind == "f32" else np.int64
-        a, b = a.astype(wide).reshape(4, -1, 8, 4, per), b.astype(wide).reshape(2, -1, 8, 4, per)
-        lhs = np.zeros((a.shape[1], 16, 8 * per), wide)
-        rhs = np.zeros((a.shape[1], 8 * per, 8), wide)
-        for i in range(4):  # register i: rows +8 for odd i, k + half for i >= 2
+        halves = len(b)  # of the summation index
+        a, b = a.astype(wide).reshape(2 * halves, -1, 8, 4, per), b.astype(wide).reshape(halves, -1, 8, 4, per)
+        lhs = np.zeros((a.shape[1], 16, 4 * halves * per), wide)
+        rhs = np.zeros((a.shape[1], 4 * halves * per, 8), wide)
+        for i in range(2 * halves):  # register i: rows +8 for odd i, k + half for i >= 2
             lhs[:, 8 * (i % 2) : 8 * (i % 2) + 8, 4 * per * (i // 2) : 4 * per * (i // 2 + 1)] = a[i].reshape(
                 -1, 8, 4 * per
             )
-        for i in range(2):
+        for i in range(halves):
             rhs[:, 4 * per * i : 4 * per * (i + 1)] = b[i].reshape(-1, 8, 4 * per).transpose(0, 2, 1)
         product = np.einsum("wmk,wkn->wmn", lhs, rhs).reshape(-1, 2, 8, 4, 2)
         out = [product[:, i // 2, :, :, i % 2].reshape(-1) for i in range(4)]

@@ -276,12 +276,14 @@ class MosaicLanes(Lanes):
 
     def _mma(self, shape: str, kind: str, acc: list[Value], a: list[Value], b: list[Value]) -> list[Value]:
         letter = "f" if kind == "f32" else "r"
-        text = f"mma.sync.aligned.{shape} {{$0,$1,$2,$3}}, {{$4,$5,$6,$7}}, {{$8,$9}}, {{$10,$11,$12,$13}};"
-        constraints = ",".join([f"={letter}"] * 4 + ["r"] * 6 + [letter] * 4)
+        names = ["$" + str(i) for i in range(8 + len(a) + len(b))]
+        groups = (names[:4], names[4 : 4 + len(a)], names[4 + len(a) : -4], names[-4:])
+        text = f"mma.sync.aligned.{shape} " + ", ".join("{" + ",".join(group) + "}" for group in groups) + ";"
+        constraints = ",".join([f"={letter}"] * 4 + ["r"] * (len(a) + len(b)) + [letter] * 4)
         return self._asm(text, [x.data for x in (*a, *b, *acc)], constraints, 4, kind)
 
     def mma_s8(self, acc: list[Value], a: list[Value], b: list[Value]) -> list[Value]:
         return self._mma("m16n8k32.row.col.s32.s8.s8.s32", "i32", acc, a, b)
 
     def mma_f16(self, acc: list[Value], a: list[Value], b: list[Value]) -> list[Value]:
-        return self._mma("m16n8k16.row.col.f32.f16.f16.f32", "f32", acc, a, b)
+        return self._mma(f"m16n8k{8 * len(b)}.row.col.f32.f16.f16.f32", "f32", acc, a, b)

@@ -227,7 +227,7 @@ class Lanes:
         raise NotImplementedError
 
     def mma_f16(self, acc: list[Value], a: list[Value], b: list[Value]) -> list[Value]:
-        """[16, 16] x [16, 8] of fp16 into fp32."""
+        """[16, 16] x [16, 8] of fp16 into fp32; with two registers of `a` and one of `b`, [16, 8] x [8, 8]."""
         raise NotImplementedError
 
     # -- shorthands

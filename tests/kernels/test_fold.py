@@ -39,7 +39,8 @@ def check(config, state, folded) -> None:
     assert error <= 1.01 * base + 1e-6  # a rounding error, which depends on the last bits of the factors
 
     residual, xla_residual = (
-        dense - np.einsum("bhrk,bhrv->bhkv", *(np.asarray(x, np.float64) for x in (s.compensator_keys, s.compensator_values)))
+        dense
+        - np.einsum("bhrk,bhrv->bhkv", *(np.asarray(x, np.float64) for x in (s.compensator_keys, s.compensator_values)))
         for s in (folded, expected)
     )
     assert np.linalg.norm(residual) <= 1.0005 * np.linalg.norm(xla_residual) + 1e-6 * norm

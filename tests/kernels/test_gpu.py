@@ -88,7 +88,7 @@ def test_decode_copies_no_state() -> None:
 def test_a_trace_of_4095_tokens() -> None:
     """Window by window through both paths from the same state: codes equal, or ties of the last rounding."""
     batch, length = 2, 4096
-    config = lq.LeapConfig(refit_gain=0)
+    config = lq.LeapConfig()
     sizes = dict(batch=batch, num_heads=8, num_key_heads=4, key_dim=128, value_dim=128)
     state = lq.init_state(config, **sizes)
     keys = jax.random.split(jax.random.key(0), 5)

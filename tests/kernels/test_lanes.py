@@ -26,6 +26,11 @@ def test_fp16_product_has_the_fragments_of_the_ptx_manual() -> None:
     product = a @ b
     for i, register in enumerate(out):
         np.testing.assert_array_equal(register.data, product[group + 8 * (i // 2), 2 * quad + i % 2])
+    short = machine.mma_f16([machine.constant(0.0, "f32")] * 4, lhs[:2], rhs[:1])
+    for i, register in enumerate(short):
+        np.testing.assert_array_equal(register.data, (a[:, :8] @ b[:8])[group + 8 * (i // 2), 2 * quad + i % 2])
+    turned = machine.transpose_halves(lhs[0])
+    np.testing.assert_array_equal(machine.unpack_half(turned)[1].data, a[2 * quad + 1, group])
 
 
 def test_int8_product_has_the_fragments_of_the_ptx_manual() -> None:
