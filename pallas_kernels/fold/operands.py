@@ -36,8 +36,13 @@ class Place:
         return Place(thread, thread >> 5, lane, lane >> 2, lane & 3)
 
 
+def row_bytes(size: int) -> int:
+    """Distance of two rows of fp16 in shared memory, chosen so that neighbouring rows start in different banks."""
+    return 2 * size + 16
+
+
 class Operands:
-    """Loads operands for one head size; `rank` compensators, `window` records."""
+    """Loads operands for one head size from tables in shared memory; `rank` compensators, `window` records."""
 
     def __init__(self, lanes: Lanes, place: Place, *, key_dim: int, value_dim: int, rank: int, window: int):
         self.lanes, self.place = lanes, place
@@ -51,7 +56,7 @@ class Operands:
     def key_rows(self, keys: Pointer, j: int, count: Value | int) -> list[list[Value]]:
         """Words of rows j + 2 quad and the next of a table of keys; rows from `count` on are zero."""
         index = [self.place.quad * 2 + (j + i) for i in range(2)]
-        place = [keys + (i * self.key_dim + self.first_key) * 2 for i in index]
+        place = [keys + (i * row_bytes(self.key_dim) + self.first_key * 2) for i in index]
         return [self.lanes.load(p, 4, when=i < count) for p, i in zip(place, index, strict=True)]
 
     def pairs(self, rows: list[list[Value]]) -> list[Value]:
@@ -94,7 +99,7 @@ class Operands:
     def _values(self, values: Pointer, start: int, j: int, count: Value | int) -> OverValues:
         index = [self.place.quad * 2 + (j + i) for i in range(2)]
         row = self.place.line * (self.value_dim // 8) + start
-        place = [values + (i * self.value_dim + row) * 2 for i in index]
+        place = [values + (i * row_bytes(self.value_dim) + row * 2) for i in index]
         a, b = (self.lanes.load(p, 4, when=i < count) for p, i in zip(place, index, strict=True))
         return [[self.lanes.permute_bytes(a[m], b[m], picks) for picks in (0x5410, 0x7632)] for m in range(4)]
 

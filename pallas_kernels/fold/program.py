@@ -22,7 +22,8 @@ import dataclasses
 from collections.abc import Callable
 
 from pallas_kernels.fold.gram import Exchange, orthonormalise, row_norms
-from pallas_kernels.fold.operands import Operands, OverKeys, OverValues, Place, Tiles, negative
+from pallas_kernels.fold.inputs import Inputs
+from pallas_kernels.fold.operands import Operands, OverKeys, OverValues, Place, Tiles, negative, row_bytes
 from pallas_kernels.lanes.value import Lanes, Pointer, Value
 from pallas_kernels.scales import power_of_two_scale, suffix_sums
 
@@ -71,18 +72,23 @@ class FoldSpec:
         k, v, r, w = self.key_dim, self.value_dim, self.rank, self.warps
         sizes = dict(
             sums=4 * w * r * (v + 4), keys=4 * r * (k + 1), key_basis=2 * 8 * k, value_basis=4 * 8 * self.basis_words,
-            new_keys=2 * r * k, new_values=2 * r * v, columns=4 * v, energies=4 * 2 * w, exchange=Exchange.bytes(r, w),
+            new_keys=r * row_bytes(k), new_values=r * row_bytes(v), columns=4 * v, energies=4 * 2 * w,
+            exchange=Exchange.bytes(r, w),
         )  # fmt: skip
         if self.refit_gain:
-            sizes |= dict(previous_keys=2 * r * k, previous_values=2 * r * v)
+            sizes |= dict(previous_keys=r * row_bytes(k), previous_values=r * row_bytes(v))
         places, end = {}, 0
         for name, size in sizes.items():
             places[name], end = end, end + -(-size // 16) * 16
         return places | {"end": end}
 
     @property
+    def inputs(self) -> Inputs:
+        return Inputs(self.key_dim, self.value_dim, self.window, self.rank, self.places()["end"])
+
+    @property
     def shared_bytes(self) -> int:
-        return self.places()["end"]
+        return self.inputs.places()["end"]
 
 
 def fold_program(
@@ -96,34 +102,33 @@ def fold_program(
     [row_total] = lanes.load(lanes.at(row_count))
     items = row_total * heads
 
+    arrays = dict(
+        codes=codes, ring_keys=ring_keys, ring_values=ring_values, ring_scales=ring_scales,
+        ring_log_decays=ring_log_decays, row_scales=row_scales, column_scales=column_scales,
+        compensator_keys=compensator_keys, compensator_values=compensator_values,
+    )  # fmt: skip
+
     def look_up(item: Value) -> list[Value]:
         """Batch row of an item, and how many records it holds."""
         [row] = lanes.load(lanes.at(rows, item // heads, 4), when=item < items)
         [live] = lanes.load(lanes.at(position, row, 4))
         return [row, lanes.select(live < window, live, window)]
 
-    def prefetch(item: Value, row: Value) -> None:
-        """Brings most of an item into the L2 cache, a line of 128 bytes per thread."""
+    def fetch(item: Value, row: Value) -> None:
         head = row * heads + item % heads
-        thread, wanted = lanes.thread_of(item), item < items
-        for array, index, size in (
-            (codes, head, value_dim * key_dim),
-            (ring_values, head, 2 * window * value_dim),
-            (ring_keys, head // repeats, 2 * window * key_dim),
-            (compensator_keys, head, 2 * rank * key_dim),
-            (compensator_values, head, 2 * rank * value_dim),
-            (row_scales, head, 4 * key_dim),
-        ):
-            for start in range(0, size, spec.threads * 128):
-                inside = lanes.binary("and", wanted, thread * 128 < size - start)
-                lanes.prefetch(lanes.at(array, index, size) + (thread * 128 + start), when=inside)
+        wanted = dict.fromkeys(arrays, head) | {"ring_keys": head // repeats}
+        spec.inputs.fetch(lanes, arrays, wanted, lanes.thread_of(item), item < items)
+
+    def start(item: Value) -> list[Value]:
+        carried = look_up(item)
+        fetch(item, carried[0])
+        return carried
 
     def fold(item: Value, carried: list[Value]) -> list[Value]:
         row, live = carried
         next_item = item + lanes.workers
         next_row, next_live = look_up(next_item)
         head = row * heads + item % heads
-        key_head = head // repeats
 
         place = Place.of(lanes.thread_of(item))
         thread, warp, lane, line, quad = place.thread, place.warp, place.lane, place.line, place.quad
@@ -131,29 +136,22 @@ def fold_program(
         exchange = Exchange(lanes, places["exchange"], rank, warps, warp, lane)
         operands = Operands(lanes, place, key_dim=key_dim, value_dim=value_dim, rank=rank, window=window)
         fit = _Fit(lanes, spec, place)
-
-        key_factors = lanes.at(compensator_keys, head, 2 * rank * key_dim)
-        value_factors = lanes.at(compensator_values, head, 2 * rank * value_dim)
-        row_pointer = lanes.at(row_scales, head, 4 * key_dim)
-        column_pointer = lanes.at(column_scales, head, 4 * value_dim)
-        key_ring = lanes.at(ring_keys, key_head, 2 * window * key_dim)
-        value_ring = lanes.at(ring_values, head, 2 * window * value_dim)
-        code_row = lanes.at(codes, head, value_dim * key_dim) + (first_value * key_dim + first_key)
+        factors = _Factors(lanes, spec, place)
+        read = {name: spec.inputs.table(lanes, name) for name in arrays}
+        lanes.copies_done()
+        lanes.barrier()
 
         # --- decays, and the unit of the state -------------------------------------------------------------------
         lane_live = lane < live
-        [log_decay] = lanes.floats(lanes.load(lanes.at(ring_log_decays, head, 4 * window) + lane * 4, when=lane_live))
-        [record_scale] = lanes.floats(lanes.load(lanes.at(ring_scales, head, 4 * window) + lane * 4, when=lane_live))
+        [log_decay] = lanes.floats(lanes.load(read["ring_log_decays"] + lane * 4, when=lane_live))
+        [record_scale] = lanes.floats(lanes.load(read["ring_scales"] + lane * 4, when=lane_live))
         largest = [
-            _largest(lanes, _strided(lanes, row_pointer, lane, key_dim)),
-            _largest(lanes, _strided(lanes, column_pointer, lane, value_dim)),
-            _largest(lanes, _strided_halves(lanes, key_factors, lane, rank * key_dim)),
-            _largest(lanes, _strided_halves(lanes, value_factors, lane, rank * value_dim)),
+            _largest(lanes, _strided(lanes, read["row_scales"], lane, key_dim)),
+            _largest(lanes, _strided(lanes, read["column_scales"], lane, value_dim)),
+            _largest(lanes, _strided_halves(lanes, read["compensator_keys"], lane, rank, key_dim)),
+            _largest(lanes, _strided_halves(lanes, read["compensator_values"], lane, rank, value_dim)),
         ]
-        row_scale = _read(lanes, row_pointer + first_key * 4, 8)
-        factor_keys = operands.factor_keys(key_factors)
-        record_keys = [operands.key_rows(key_ring, j, live) for j in range(0, window, 8)]
-        fit.start(directions, value_factors)
+        fit.start(directions, read["compensator_values"])
 
         total, after = suffix_sums(lanes, log_decay, window, lane)
         decay = lanes.exp(total)
@@ -167,19 +165,24 @@ def fold_program(
         unit_decay = decay * per_root * per_root
 
         # --- rebuild ---------------------------------------------------------------------------------------- eq. 4
-        high, low = operands.weighted(record_keys, weight)
+        high, low = operands.weighted(
+            [operands.key_rows(read["ring_keys"], j, live) for j in range(0, window, 8)], weight
+        )
         row_unit, per_row_unit = power_of_two_scale(lanes, lanes.bits(largest[0]))
         row_unit, per_row_unit = row_unit * 2.0**-12, per_row_unit * 2.0**12
+        row_scale = _read(lanes, read["row_scales"] + first_key * 4, 8)
         diagonal = operands.diagonal([c * per_row_unit for c in row_scale])
+        factor_keys = operands.factor_keys(read["compensator_keys"])
+        code_row = spec.inputs.codes_of(lanes, place)
         zero = lanes.constant(0.0, "f32")
         tiles: Tiles = []
         for start in range(0, tile, 8):  # eight value rows at a time, so that few operands wait in registers
-            words = [lanes.load(code_row + (start + i) * key_dim, 2, once=True) for i in range(8)]
-            columns = [b * row_unit for b in _read(lanes, column_pointer + (first_value + start) * 4, 8)]
-            values = operands.factor_values(value_factors, start)
-            records = [operands.record_values(value_ring, start, j, live) for j in range(0, window, 16)]
+            columns = [b * row_unit for b in _read(lanes, read["column_scales"] + (first_value + start) * 4, 8)]
+            values = operands.factor_values(read["compensator_values"], start)
+            records = [operands.record_values(read["ring_values"], start, j, live) for j in range(0, window, 16)]
             for m in range(4):
-                z = [[x for word in words[2 * m + i] for x in operands.code_values(word)] for i in range(2)]
+                words = [lanes.load(code_row + (start + 2 * m + i) * key_dim, 2) for i in range(2)]
+                z = [[x for word in words[i] for x in operands.code_values(word)] for i in range(2)]
                 fours = [[zero] * 4 for _ in range(4)]
                 for n, word in ((n, word) for word in range(2) for n in range(4)):
                     fours[n] = lanes.mma_f16(fours[n], [z[0][n], z[1][n]], [diagonal[n][word]])
@@ -192,29 +195,27 @@ def fold_program(
                 tiles.append(fours)
 
         # --- fit: subspace iteration from the previous value factors ----------------------------------------- eq. 5
+        previous = factors.load(read["compensator_keys"], read["compensator_values"], decay) if spec.refit_gain else []
         lanes.barrier()
-        prefetch(next_item, next_row)
+        fetch(next_item, next_row)
         basis: list[Value] = []
         for _ in range(spec.iterations):
             x = orthonormalise(exchange, fit.sum_over_values(tiles))
             basis = orthonormalise(exchange, fit.sum_over_keys(tiles, x))
             fit.store_basis(basis)
             lanes.barrier()
-        x = fit.sum_over_values(tiles)
+        x = fit.sum_over_values(tiles, swapped=True)
 
         # both factors take the root of the norm, and are rounded (`leapquant_jax.fit._split_evenly`)
         norms, up, down = row_norms(exchange, x)
-        factors = _Factors(lanes, spec, place, (key_factors, value_factors))
         new = []
         for r, norm in enumerate(norms):
             factor = lanes.minimum(lanes.sqrt(norm) * lanes.sqrt(up) * root, _LARGEST_HALF)
             key = x[r] * down * lanes.reciprocal(lanes.select(norm > _TINY, norm, 1.0)) * factor
             new.append(lanes.pack_half(key, basis[r] * factor))
         factors.share("new", new, per_root, per_root * -1.0)
-        previous = []
         if spec.refit_gain:
             # Kept for long, the two factors drift apart in size: the value factor gets a unit of its own.
-            previous = factors.load(decay)
             up, down = power_of_two_scale(lanes, lanes.bits(largest[3]))
             factors.share("previous", previous, up * per_root * per_root, down * -1.0)
         lanes.barrier()
@@ -238,7 +239,7 @@ def fold_program(
         [total] = lanes.scatter_sum(sums, (16, 8, 4))
         new_row = lanes.sqrt(total * (1.0 / value_dim)) * root
         new_row = lanes.select(new_row < _SMALLEST_ROW, 1.0, new_row)
-        lanes.store(row_pointer + own_key * 4, [new_row])
+        lanes.store(lanes.at(row_scales, head, 4 * key_dim) + own_key * 4, [new_row])
         lanes.store(lanes.shared(own_key * 4) + places["keys"], [lanes.reciprocal(new_row) * root * root])
         lanes.warp_barrier()
         inverse = _read(lanes, lanes.shared(first_key * 4) + places["keys"], 8)
@@ -260,13 +261,15 @@ def fold_program(
             top = lanes.maximum(top, other)
         new_column = _divide_by_127(lanes, top)
         per_code = lanes.select(new_column > _SMALLEST_COLUMN, lanes.reciprocal(new_column), 0.0)
-        lanes.store(column_pointer + thread * 4, [new_column])
+        lanes.store(lanes.at(column_scales, head, 4 * value_dim) + thread * 4, [new_column])
         lanes.store(lanes.shared(thread * 4) + places["columns"], [per_code])
 
-        factors.store(new)
+        key_factors = lanes.at(compensator_keys, head, 2 * rank * key_dim)
+        factors.store(key_factors, lanes.at(compensator_values, head, 2 * rank * value_dim), new)
         lanes.barrier()
 
         # --- codes -------------------------------------------------------------------------------------------------------
+        code_row = lanes.at(codes, head, value_dim * key_dim) + (first_value * key_dim + first_key)
         for i in range(0, tile, 4):
             per_codes = _read(lanes, lanes.shared(first_value * 4) + (places["columns"] + 4 * i), 4)
             for ii, per_code in enumerate(per_codes, start=i):
@@ -276,13 +279,16 @@ def fold_program(
                 lanes.store(code_row + ii * key_dim, words)
         return [next_row, next_live]
 
-    lanes.for_items(items, look_up, fold)
+    lanes.for_items(items, start, fold)
 
 
 class _Fit:
     """The passes of the subspace iteration, and where their bases lie in shared memory (fp16).
 
     A basis over keys or over values is the second operand of a product, its column r; columns from R on hold anything.
+
+    Each pass rounds the state in a way of its own: to nearest, towards zero (which scales a basis, no more), to nearest
+    with neighbours swapped. Were two alike, the compiler would keep the 64 packed words of one for the other, and spill.
     """
 
     def __init__(self, lanes: Lanes, spec: FoldSpec, place: Place):
@@ -296,9 +302,10 @@ class _Fit:
         for r0 in range(0, spec.rank, spec.warps):
             r = place.warp + r0
             with lanes.when(r < spec.rank):
-                entry = r * spec.value_dim + place.lane * per_lane
-                old = [x for w in lanes.load(value_factors + entry * 2, per_lane // 2) for x in lanes.unpack_half(w)]
-                fixed = lanes.floats(lanes.load(lanes.at(directions) + entry * 4, per_lane))
+                entry = place.lane * per_lane
+                mine = value_factors + (r * row_bytes(spec.value_dim) + entry * 2)
+                old = [x for w in lanes.load(mine, per_lane // 2) for x in lanes.unpack_half(w)]
+                fixed = lanes.floats(lanes.load(lanes.at(directions) + (r * spec.value_dim + entry) * 4, per_lane))
                 largest = lanes.abs(old[0])
                 for x in old[1:]:
                     largest = lanes.maximum(largest, lanes.abs(x))
@@ -327,7 +334,7 @@ class _Fit:
         byte = (line >> 1) * (4 * (self.spec.tile + 4)) + i * 4 + (line & 1) * 2
         return self.lanes.shared(byte) + self.places["value_basis"]
 
-    def sum_over_values(self, tiles: Tiles) -> list[Value]:
+    def sum_over_values(self, tiles: Tiles, swapped: bool = False) -> list[Value]:
         """S y_r at key `thread`, for each r."""
         lanes, spec, place = self.lanes, self.spec, self.place
         column = lanes.shared(place.line * (4 * spec.basis_words) + place.quad * (4 * (spec.tile + 4)))
@@ -335,12 +342,13 @@ class _Fit:
         for start in range(0, spec.tile // 2, 2):
             y = lanes.load(column + (self.places["value_basis"] + 8 * start), 4)
             for m in (start, start + 1):
-                pair = y[2 * (m - start) : 2 * (m - start) + 2]
+                y_pair = y[2 * (m - start) : 2 * (m - start) + 2]
                 for q in range(2):
                     fours = tiles[m][2 * q : 2 * q + 2]
-                    halves = [lanes.pack_half(*four[2 * i : 2 * i + 2]) for i in range(2) for four in fours]
-                    sums[q] = lanes.mma_f16(sums[q], [lanes.transpose_halves(word) for word in halves], pair)
-        key = place.warp * 32 + (place.line >> 1) * 8 + (place.line & 1)
+                    halves = [(four[2 * i + swapped], four[2 * i + 1 - swapped]) for i in range(2) for four in fours]
+                    halves = [lanes.pack_half(*pair) for pair in halves]
+                    sums[q] = lanes.mma_f16(sums[q], [lanes.transpose_halves(word) for word in halves], y_pair)
+        key = place.warp * 32 + (place.line >> 1) * 8 + ((place.line & 1) ^ int(swapped))
         stride = 4 * (spec.key_dim + 1)
         for n in range(4):
             for c in range(2):
@@ -367,7 +375,7 @@ class _Fit:
                 sums = [lanes.constant(0.0, "f32")] * 4
                 for p in range(2):
                     pair = fours[2 * p : 2 * p + 2]
-                    a, b = ([lanes.pack_half(*four[2 * i : 2 * i + 2]) for i in range(2)] for four in pair)
+                    a, b = ([lanes.pack_half_down(*four[2 * i : 2 * i + 2]) for i in range(2)] for four in pair)
                     sums = lanes.mma_f16(sums, [*a, *b], words[2 * p : 2 * p + 2])
                 for c in range(2):
                     entries[c] += [sums[c], sums[2 + c]]
@@ -395,21 +403,21 @@ class _Factors:
     lanes: Lanes
     spec: FoldSpec
     place: Place
-    memory: tuple[Pointer, Pointer]
 
-    def load(self, decay: Value) -> list[Value]:
-        """The compensators in memory, decayed."""
+    def load(self, keys: Pointer, values: Pointer, decay: Value) -> list[Value]:
+        """The compensators of two tables in shared memory, decayed."""
         result = []
         for r in range(self.spec.rank):
             key, value = (
-                self.lanes.unpack_half(self.lanes.load_small(pointer + self.place.thread * 2 + 2 * r * size, 2))[0]
-                for pointer, size in zip(self.memory, (self.spec.key_dim, self.spec.value_dim), strict=True)
+                self.lanes.unpack_half(self.lanes.load_small(table + self.place.thread * 2 + r * row_bytes(size), 2))[0]
+                for table, size in ((keys, self.spec.key_dim), (values, self.spec.value_dim))
             )
             result.append(self.lanes.pack_half(key * decay, value))
         return result
 
-    def store(self, words: list[Value]) -> None:
-        keys, values = (pointer + self.place.thread * 2 for pointer in self.memory)
+    def store(self, keys: Pointer, values: Pointer, words: list[Value]) -> None:
+        """Writes them to memory."""
+        keys, values = (pointer + self.place.thread * 2 for pointer in (keys, values))
         for r, word in enumerate(words):
             self.lanes.store_half(keys + 2 * r * self.spec.key_dim, word)
             self.lanes.store_half(values + 2 * r * self.spec.value_dim, word >> 16)
@@ -421,8 +429,8 @@ class _Factors:
         for r, word in enumerate(words):
             key, value = self.lanes.unpack_half(word)
             word = self.lanes.pack_half(key * key_unit, value * value_unit)
-            self.lanes.store_half(keys + 2 * r * self.spec.key_dim, word)
-            self.lanes.store_half(values + 2 * r * self.spec.value_dim, word >> 16)
+            self.lanes.store_half(keys + r * row_bytes(self.spec.key_dim), word)
+            self.lanes.store_half(values + r * row_bytes(self.spec.value_dim), word >> 16)
 
     def operands(self, operands: Operands, name: str) -> tuple[OverKeys, Callable[[int], OverValues]]:
         """Of the factors in shared memory: over keys, and over eight value rows from a given one on."""
@@ -483,9 +491,10 @@ def _strided(lanes: Lanes, pointer: Pointer, lane: Value, count: int) -> list[Va
     return [lanes.floats(lanes.load(pointer + lane * 4 + 4 * i))[0] for i in range(0, count, 32)]
 
 
-def _strided_halves(lanes: Lanes, pointer: Pointer, lane: Value, count: int) -> list[Value]:
-    """`count` (a multiple of 64) fp16, spread over the lanes of a warp."""
-    words = [lanes.load(pointer + lane * 4 + 2 * i)[0] for i in range(0, count, 64)]
+def _strided_halves(lanes: Lanes, pointer: Pointer, lane: Value, rows: int, size: int) -> list[Value]:
+    """`rows` rows of `size` fp16 in shared memory, spread over the lanes of a warp."""
+    offsets = [r * row_bytes(size) + 2 * i for r in range(rows) for i in range(0, size, 64)]
+    words = [lanes.load(pointer + lane * 4 + offset)[0] for offset in offsets]
     return [x for word in words for x in lanes.unpack_half(word)]
 
 

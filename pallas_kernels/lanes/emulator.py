@@ -114,8 +114,14 @@ class EmulatedLanes(Lanes):
                 data = (x.view(unsigned) << y.view(unsigned)).view(x.dtype)
             case "shr":
                 data = (x.view(unsigned) >> y.view(unsigned)).view(x.dtype)
-            case "pack_half":
-                low, high = (z.astype(np.float16).view(np.uint16).astype(np.uint32) for z in (x, y))
+            case "pack_half" | "pack_half_down":
+                low, high = (z.astype(np.float16) for z in (x, y))
+                if op == "pack_half_down":
+                    low, high = (
+                        np.where(np.abs(h.astype(np.float32)) > np.abs(z), np.nextafter(h, np.float16(0)), h)
+                        for h, z in ((low, x), (high, y))
+                    )
+                low, high = (z.view(np.uint16).astype(np.uint32) for z in (low, high))
                 return Value(self, "i32", (low | (high << np.uint32(16))).view(np.int32))
             case "sub_half":
                 return Value(self, "i32", (x.view(np.float16) - y.view(np.float16)).view(np.int32))
@@ -252,8 +258,8 @@ class EmulatedLanes(Lanes):
 
     def copy_async(self, target: Pointer, source: Pointer, size: int = 16, when: Value | None = None) -> None:
         words = self.load(source, size // 4, when=when)
-        self.store(target, [self.constant(-1, "i32")] * (size // 4))  # not there yet
-        self._copies.append(lambda: self.store(target, words))
+        self.store(target, [self.constant(-1, "i32")] * (size // 4), when=when)  # not there yet
+        self._copies.append(lambda: self.store(target, words, when=when))
 
     def copies_done(self) -> None:
         for copy in self._copies:

@@ -68,8 +68,9 @@ class MosaicLanes(Lanes):
 
     def binary(self, op: str, a: Value, b: Value) -> Value:
         x, y, kind = a.data, b.data, a.kind
-        if op == "pack_half":
-            return self._asm("cvt.rn.f16x2.f32 $0, $2, $1;", [x, y], "=r,f,f", 1)[0]
+        if op in ("pack_half", "pack_half_down"):
+            rounding = "rn" if op == "pack_half" else "rz"
+            return self._asm(f"cvt.{rounding}.f16x2.f32 $0, $2, $1;", [x, y], "=r,f,f", 1, pure=True)[0]
         if op == "sub_half":
             return self._asm("sub.rn.f16x2 $0, $1, $2;", [x, y], "=r,r,r", 1, pure=True)[0]
         if op in _COMPARE_INT:
@@ -263,13 +264,11 @@ class MosaicLanes(Lanes):
 
     def copy_async(self, target: Pointer, source: Pointer, size: int = 16, when: Value | None = None) -> None:
         way = "cg" if size == 16 else "ca"  # only 16 bytes at a time can go around the L1 cache
-        text = f"cp.async.{way}.shared.global.L2::128B [$0+{target.offset}], [$1+{source.offset}], {size}"
+        text = f"cp.async.{way}.shared.global.L2::128B [$0+{target.offset}], [$1+{source.offset}], {size};"
         if when is None:
-            self._asm(text + ";", [target.base, source.base], "r,l", 0)
+            self._asm(text, [target.base, source.base], "r,l", 0)
         else:
-            self._asm(
-                text + ", $2;", [target.base, source.base, self.select(when, self.value(size), 0).data], "r,l,r", 0
-            )
+            self._asm("@$2 " + text, [target.base, source.base, when.data], "r,l,b", 0)
 
     def copies_done(self) -> None:
         self._asm("cp.async.wait_all;", [], "", 0)

@@ -214,7 +214,7 @@ class Lanes:
 
     def copy_async(self, target: Pointer, source: Pointer, size: int = 16, when: Value | None = None) -> None:
         """Starts a copy of 8 or 16 bytes from global to shared memory; the thread that asked may read them after
-        `copies_done`. Lanes where `when` is false read nothing and get zeros."""
+        `copies_done`. Lanes where `when` is false copy nothing."""
         raise NotImplementedError
 
     def copies_done(self) -> None:
@@ -278,6 +278,10 @@ class Lanes:
     def pack_half(self, low: Value, high: Value) -> Value:
         """Two f32 rounded to fp16 (nearest even) in one word."""
         return self.binary("pack_half", low, high)
+
+    def pack_half_down(self, low: Value, high: Value) -> Value:
+        """Two f32 rounded to fp16 towards zero in one word."""
+        return self.binary("pack_half_down", low, high)
 
     def unpack_bfloat(self, word: Value) -> tuple[Value, Value]:
         return self.from_bits(word << 16), self.from_bits(word & -65536)

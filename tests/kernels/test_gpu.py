@@ -49,11 +49,15 @@ def test_append(shape: Shape, batch: int, launch: Launch | None) -> None:
         np.testing.assert_allclose(leaves(got_state)[name], leaf, rtol=0, atol=tolerance, err_msg=name)
 
 
+def residual(config, before, folded) -> jax.Array:
+    """What the compensators of `folded` leave of the state `before`."""
+    keys, values = (x.astype(jnp.float32) for x in (folded.compensator_keys, folded.compensator_values))
+    return materialise(config, before) - jnp.einsum("bhrk,bhrv->bhkv", keys, values, precision="highest")
+
+
 def code_differences(config, before, folded) -> tuple[int, int, int]:
     """(largest, number, of how many) differences between the codes and XLA's rounding against the same compensators."""
-    keys, values = (x.astype(jnp.float32) for x in (folded.compensator_keys, folded.compensator_values))
-    product = jnp.einsum("bhrk,bhrv->bhkv", keys, values, precision="highest")
-    codes = quantize(config, materialise(config, before) - product).codes
+    codes = quantize(config, residual(config, before, folded)).codes
     difference = np.abs(np.asarray(codes, np.int32) - np.asarray(folded.codes, np.int32))
     return int(difference.max()), int((difference > 0).sum()), difference.size
 
@@ -66,11 +70,11 @@ def test_fold(shape: Shape, batch: int) -> None:
     got = jax.jit(lambda s, r: pallas_kernels.fold(config, s, r))(state, rows)
     for name, leaf in leaves(state).items():
         np.testing.assert_array_equal(leaves(got)[name][np.asarray(~rows)], leaf[np.asarray(~rows)], err_msg=name)
-    done = np.asarray(rows)
-    for name in ("row_scales", "column_scales", "compensator_keys", "compensator_values"):
-        x, y = (leaves(s)[name][done].astype(np.float32) for s in (expected, got))
-        np.testing.assert_allclose(y, x, rtol=0, atol=2e-3 * np.abs(x).max(), err_msg=name)
-    before, after = (jax.tree.map(lambda x: x[np.flatnonzero(done)], s) for s in (state, got))
+    done = np.flatnonzero(np.asarray(rows))
+    before, after, xla = (jax.tree.map(lambda x: x[done], s) for s in (state, got, expected))
+    norms, xla_norms = (jnp.linalg.norm(residual(config, before, s), axis=(-2, -1)) for s in (after, xla))
+    np.testing.assert_allclose(norms, xla_norms, rtol=5e-3)  # as good a fit, head by head
+    assert float(jnp.mean(norms / xla_norms)) < 1.0002
     largest, number, size = code_differences(config, before, after)
     assert largest <= 1 and number <= 2 + 1e-4 * size
 
