@@ -183,15 +183,18 @@ def fold_program(
             for m in range(4):
                 words = [lanes.load(code_row + (start + 2 * m + i) * key_dim, 2) for i in range(2)]
                 z = [[x for word in words[i] for x in operands.code_values(word)] for i in range(2)]
-                fours = [[zero] * 4 for _ in range(4)]
-                for n, word in ((n, word) for word in range(2) for n in range(4)):
-                    fours[n] = lanes.mma_f16(fours[n], [z[0][n], z[1][n]], [diagonal[n][word]])
+                fours, written = ([[zero] * 4 for _ in range(4)] for _ in range(2))
+                for n, half in ((n, half) for half in range(2) for n in range(4)):
+                    fours[n] = lanes.mma_f16(fours[n], [z[0][n], z[1][n]], [diagonal[n][half]])
+                for chunk, over_values in enumerate(records):
+                    operands.add_row(written, over_values[m], high[chunk])
+                    operands.add_row(written, over_values[m], low[chunk])
                 fours = [[x * columns[2 * m + c // 2] for c, x in enumerate(four)] for four in fours]
                 operands.add_row(fours, values[m], factor_keys)
-                fours = [[x * unit_decay for x in four] for four in fours]
-                for chunk, over_values in enumerate(records):
-                    operands.add_row(fours, over_values[m], high[chunk])
-                    operands.add_row(fours, over_values[m], low[chunk])
+                fours = [
+                    [lanes.fma(x, unit_decay, y) for x, y in zip(*two, strict=True)]
+                    for two in zip(fours, written, strict=True)
+                ]
                 tiles.append(fours)
 
         # --- fit: subspace iteration from the previous value factors ----------------------------------------- eq. 5
@@ -296,7 +299,7 @@ class _Fit:
         self.places = spec.places()
 
     def start(self, directions, value_factors: Pointer) -> None:
-        """`leapquant_jax.fit._start`, a row per warp (any basis of the same span does)."""
+        """`leapquant_jax.fit._start`, a row per warp (any basis of the same span does; squares of fp16 fit fp32)."""
         lanes, spec, place = self.lanes, self.spec, self.place
         per_lane = spec.value_dim // 32
         for r0 in range(0, spec.rank, spec.warps):
@@ -306,12 +309,6 @@ class _Fit:
                 mine = value_factors + (r * row_bytes(spec.value_dim) + entry * 2)
                 old = [x for w in lanes.load(mine, per_lane // 2) for x in lanes.unpack_half(w)]
                 fixed = lanes.floats(lanes.load(lanes.at(directions) + (r * spec.value_dim + entry) * 4, per_lane))
-                largest = lanes.abs(old[0])
-                for x in old[1:]:
-                    largest = lanes.maximum(largest, lanes.abs(x))
-                largest = lanes.all_max(largest, _ALL_LANES)
-                inverse = lanes.reciprocal(lanes.select(largest > _TINY, largest, 1.0))
-                old = [x * inverse for x in old]
                 squared = old[0] * old[0]
                 for x in old[1:]:
                     squared = lanes.fma(x, x, squared)
@@ -338,7 +335,8 @@ class _Fit:
         """S y_r at key `thread`, for each r."""
         lanes, spec, place = self.lanes, self.spec, self.place
         column = lanes.shared(place.line * (4 * spec.basis_words) + place.quad * (4 * (spec.tile + 4)))
-        sums = [[lanes.constant(0.0, "f32")] * 4 for _ in range(2)]  # rows: keys of n = 2q, then of n = 2q + 1
+        # [q][m % 2]: rows are the keys of n = 2q, then those of n = 2q + 1; two sums each, so that products overlap
+        sums = [[[lanes.constant(0.0, "f32")] * 4 for _ in range(2)] for _ in range(2)]
         for start in range(0, spec.tile // 2, 2):
             y = lanes.load(column + (self.places["value_basis"] + 8 * start), 4)
             for m in (start, start + 1):
@@ -347,14 +345,16 @@ class _Fit:
                     fours = tiles[m][2 * q : 2 * q + 2]
                     halves = [(four[2 * i + swapped], four[2 * i + 1 - swapped]) for i in range(2) for four in fours]
                     halves = [lanes.pack_half(*pair) for pair in halves]
-                    sums[q] = lanes.mma_f16(sums[q], [lanes.transpose_halves(word) for word in halves], y_pair)
+                    turned = [lanes.transpose_halves(word) for word in halves]
+                    sums[q][m % 2] = lanes.mma_f16(sums[q][m % 2], turned, y_pair)
         key = place.warp * 32 + (place.line >> 1) * 8 + ((place.line & 1) ^ int(swapped))
         stride = 4 * (spec.key_dim + 1)
         for n in range(4):
             for c in range(2):
                 r = place.quad * 2 + c
                 target = lanes.shared(r * stride + key * 4) + (self.places["keys"] + 8 * n)
-                lanes.store(target, [sums[n // 2][2 * (n % 2) + c]], when=r < spec.rank)
+                even, odd = (part[2 * (n % 2) + c] for part in sums[n // 2])
+                lanes.store(target, [even + odd], when=r < spec.rank)
         lanes.warp_barrier()
         mine = lanes.shared(place.thread * 4) + self.places["keys"]
         return [lanes.floats(lanes.load(mine + r * stride))[0] for r in range(spec.rank)]
@@ -454,13 +454,15 @@ def _keep_previous(
     def over_values(start: int) -> OverValues:
         return [a + b for a, b in zip(new_over_values(start), old_over_values(start), strict=True)]
 
-    squares = [lanes.constant(0.0, "f32")] * 2  # of the new residual, of the previous compensators'
+    # Of the new residual, of the previous compensators'; by accumulator register, so that the additions overlap.
+    squares = [[lanes.constant(0.0, "f32")] * 4 for _ in range(2)]
     for start in range(0, spec.tile, 8):
         for values, fours in zip(over_values(start), tiles[start // 2 :], strict=False):
-            for four, keys in zip(fours, over_keys, strict=True):
-                for which, entries in enumerate((four, lanes.mma_f16(four, values, keys))):
-                    for x in entries:
-                        squares[which] = lanes.fma(x, x, squares[which])
+            others = [lanes.mma_f16(four, values, keys) for four, keys in zip(fours, over_keys, strict=True)]
+            for which, part in enumerate((fours, others)):
+                for four in part:
+                    squares[which] = [lanes.fma(x, x, total) for x, total in zip(four, squares[which], strict=True)]
+    squares = [(a + b) + (c + d) for a, b, c, d in squares]
     [mine] = lanes.scatter_sum(squares, (16,))
     mine = lanes.all_sum(mine, (1, 2, 4, 8))
     energies = spec.places()["energies"]
