@@ -210,7 +210,8 @@ def write_report(folder: pathlib.Path, result: dict) -> None:
     text = [
         f"# Kernels on {result['card']}",
         f"{result['shape']}: {shape.heads} value heads, {shape.key_heads} key heads, {shape.key_dim} x {shape.value_dim}, "
-        f"window {shape.window}, rank {shape.rank}, refit_gain {result['refit_gain']}. jax {result['jax']}. Read {read / 1e9:.0f} GB/s, "
+        f"window {shape.window}, rank {shape.rank}, refit_gain {result['refit_gain']}. jax {result['jax']}. "
+        f"Read {read / 1e9:.0f} GB/s, "
         f"copy {result['ceilings']['copy'] / 1e9:.0f} GB/s (measured in the same run).",
         "`mean` is kernel time over a window: 16 appends and one fold, divided by 16. `staggered`: rows at 16 different "
         "positions, a fold of 1/16 of them after every token. `in scan` is wall time per token of `lq.decode` in "
@@ -272,7 +273,8 @@ def main(_: list[str]) -> None:
     folder = pathlib.Path(_OUTPUT_DIR.value) / device.device_kind.lower().replace(" ", "_")
     folder.mkdir(parents=True, exist_ok=True)
     result = {
-        "card": device.device_kind, "shape": _SHAPE.value, "refit_gain": _REFIT_GAIN.value, "jax": jax.__version__, "ceilings": ceilings(), "rows": [],
+        "card": device.device_kind, "shape": _SHAPE.value, "refit_gain": _REFIT_GAIN.value, "jax": jax.__version__,
+        "ceilings": ceilings(), "rows": [],
         "command": " ".join(["python -m experiments.bench_kernels", *sys.argv[1:]]),
     }  # fmt: skip
     result["peers"] = read_peers(folder)

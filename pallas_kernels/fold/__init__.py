@@ -41,16 +41,11 @@ def _fold(config: LeapConfig, tuning: Launch | None, interpret: bool, state: Lea
     tuning = tuning or choose_launch(f"fold {state.key_dim}", batch * state.num_heads, 1)
     spec = FoldSpec(
         heads=state.num_heads, key_heads=state.num_key_heads, key_dim=state.key_dim, value_dim=state.value_dim,
-        window=config.window, rank=config.rank, iterations=config.fit_iterations, refit_gain=config.refit_gain,
+        window=config.window, rank=config.rank, batch=batch, iterations=config.fit_iterations,
+        refit_gain=config.refit_gain,
     )  # fmt: skip
-    # The kernel's workers share out the heads of the full rows only: their indices first, and how many there are.
+    # The kernel's workers share out the heads of the full rows only; the n-th full row is found in the running count.
     counted = jnp.cumsum(rows.astype(jnp.int32))
-    indices = jnp.arange(batch, dtype=jnp.int32)
-    order = (
-        jnp.zeros((batch,), jnp.int32)
-        .at[jnp.where(rows, counted - 1, batch)]
-        .set(indices, mode="drop", unique_indices=True)
-    )
     boundary = boundary_leaves(state)
     updated, _ = launch(
         lambda lanes, *arrays: fold_program(spec, lanes, *arrays),
@@ -60,7 +55,7 @@ def _fold(config: LeapConfig, tuning: Launch | None, interpret: bool, state: Lea
         threads=spec.threads,
         shared_bytes=spec.shared_bytes,
         inputs=[
-            order, counted[-1:], jnp.asarray(start_directions(config.rank, state.value_dim)), state.position,
+            counted, jnp.asarray(start_directions(config.rank, state.value_dim)), state.position,
             state.ring_keys, state.ring_values, state.ring_scales, state.ring_log_decays,
         ],
         updates=list(boundary.values()),

@@ -37,7 +37,7 @@ _ALL_LANES = (1, 2, 4, 8, 16)
 
 @dataclasses.dataclass(frozen=True)
 class FoldSpec:
-    """Static sizes: heads H, key heads G, K, V, window P, rank R <= 8; subspace iterations; `LeapConfig.refit_gain`."""
+    """Static sizes: heads H, key heads G, K, V, window P, rank R <= 8, batch; subspace iterations; `LeapConfig.refit_gain`."""
 
     heads: int
     key_heads: int
@@ -45,6 +45,7 @@ class FoldSpec:
     value_dim: int
     window: int
     rank: int
+    batch: int
     iterations: int = 1
     refit_gain: float = 0.0
 
@@ -92,14 +93,15 @@ class FoldSpec:
 
 
 def fold_program(
-    spec: FoldSpec, lanes: Lanes, rows, row_count, directions, position, ring_keys, ring_values, ring_scales,
+    spec: FoldSpec, lanes: Lanes, counted, directions, position, ring_keys, ring_values, ring_scales,
     ring_log_decays, codes, row_scales, column_scales, compensator_keys, compensator_values,
 ) -> None:  # fmt: skip
-    """Folds the batch rows `rows[:row_count[0]]` (int32); `directions` is `fit.start_directions`, the rest a `LeapState`."""
+    """Folds the rows at which `counted` (int32 [B], a running count) rises; `directions` is `fit.start_directions`, the rest
+    a `LeapState`."""
     heads, repeats, rank, warps = spec.heads, spec.heads // spec.key_heads, spec.rank, spec.warps
     key_dim, value_dim, window, tile = spec.key_dim, spec.value_dim, spec.window, spec.tile
     places = spec.places()
-    [row_total] = lanes.load(lanes.at(row_count))
+    [row_total] = lanes.load(lanes.at(counted) + 4 * (spec.batch - 1))
     items = row_total * heads
 
     arrays = dict(
@@ -110,8 +112,12 @@ def fold_program(
 
     def look_up(item: Value) -> list[Value]:
         """Batch row of an item, and how many records it holds."""
-        [row] = lanes.load(lanes.at(rows, item // heads, 4), when=item < items)
-        [live] = lanes.load(lanes.at(position, row, 4))
+        rank_of_row, row = item // heads, lanes.constant(0, "i32")
+        for step in (2**i for i in reversed(range(spec.batch.bit_length()))):  # the first row counted beyond that many
+            there = lanes.binary("and", item < items, row <= spec.batch - step)
+            [count] = lanes.load(lanes.at(counted, row, 4) + 4 * (step - 1), when=there)
+            row = row + lanes.select(lanes.binary("and", there, count <= rank_of_row), lanes.constant(step, "i32"), 0)
+        [live] = lanes.load(lanes.at(position, row, 4), when=item < items)
         return [row, lanes.select(live < window, live, window)]
 
     def fetch(item: Value, row: Value) -> None:

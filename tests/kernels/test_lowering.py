@@ -14,7 +14,7 @@ from pallas_kernels.support import supports_layout
 
 
 def abstract(shape: Shape, batch: int, *, dtype=jnp.float32, gate: str = "scalar", **options) -> tuple:
-    config = lq.LeapConfig(**{"rank": shape.rank, "window": shape.window, "refit_gain": 0, **options})
+    config = lq.LeapConfig(**{"rank": shape.rank, "window": shape.window, **options})
     sizes = dict(
         batch=batch,
         num_heads=shape.heads,
@@ -93,7 +93,7 @@ def test_vmap_is_a_longer_batch() -> None:
 
 
 def test_empty_batch() -> None:
-    config = lq.LeapConfig(refit_gain=0)
+    config = lq.LeapConfig()
     state = lq.init_state(config, batch=0, num_heads=2, num_key_heads=1, key_dim=128, value_dim=128)
     q, v, g = jnp.zeros((0, 1, 128)), jnp.zeros((0, 2, 128)), jnp.zeros((0, 2))
     assert pallas_kernels.append(config, state, q, q, v, g, g)[1].shape == (0, 2, 128)
@@ -115,7 +115,6 @@ def test_empty_batch() -> None:
         (dict(compensator_dtype="float32"), "compensator_dtype"),
         (dict(fit="svd"), "subspace"),
         (dict(window=12), "window"),
-        (dict(refit_gain=0.02), "refit"),
     ],
 )
 def test_what_is_not_supported_says_why(change: dict, words: str) -> None:
@@ -144,7 +143,7 @@ def test_supported_shapes_and_this_machine() -> None:
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="about machines without a GPU")
 def test_explicit_choice_raises_and_none_falls_back() -> None:
-    config = lq.LeapConfig(window=8, rank=1, refit_gain=0)
+    config = lq.LeapConfig(window=8, rank=1)
     state = lq.init_state(config, batch=1, num_heads=1, num_key_heads=1, key_dim=64, value_dim=64)
     q, v, g = jnp.zeros((1, 1, 64)), jnp.zeros((1, 1, 64)), jnp.zeros((1, 1))
     with pytest.raises(NotImplementedError, match="Hopper"):
