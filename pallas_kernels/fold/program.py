@@ -112,11 +112,17 @@ def fold_program(
 
     def look_up(item: Value) -> list[Value]:
         """Batch row of an item, and how many records it holds."""
-        rank_of_row, row = item // heads, lanes.constant(0, "i32")
-        for step in (2**i for i in reversed(range(spec.batch.bit_length()))):  # the first row counted beyond that many
-            there = lanes.binary("and", item < items, row <= spec.batch - step)
-            [count] = lanes.load(lanes.at(counted, row, 4) + 4 * (step - 1), when=there)
-            row = row + lanes.select(lanes.binary("and", there, count <= rank_of_row), lanes.constant(step, "i32"), 0)
+        # How many rows the running count keeps at or below the item's rank: 32 of them are asked at a time.
+        rank_of_row, row, lane = item // heads, lanes.constant(0, "i32"), lanes.thread & 31
+        levels = 1
+        while 32**levels < spec.batch:
+            levels += 1
+        for stride in (32**i for i in reversed(range(levels))):
+            last = row + (lane * stride + (stride - 1))
+            there = lanes.binary("and", item < items, last < spec.batch)
+            [count] = lanes.load(lanes.at(counted, lanes.select(there, last, 0), 4), when=there)
+            before = lanes.select(lanes.binary("and", there, count <= rank_of_row), lane + 1, 0)
+            row = row + lanes.warp_max(before) * stride
         [live] = lanes.load(lanes.at(position, row, 4), when=item < items)
         return [row, lanes.select(live < window, live, window)]
 
