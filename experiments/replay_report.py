@@ -1,7 +1,6 @@
 """Tables and figures of a replay, from the records in its results.jsonl alone."""
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -173,10 +172,9 @@ def _heads(runs: list[Run], path: Path) -> None:
     layers = [traces[i]["layer"] for i in order]
     heads = runs[0].array("state_error").shape[1]
     figure, axis = plt.subplots(figsize=(11, 4.2))
-    marks: Callable[[int], Any] = lambda i: "osv^D"[i % 5]  # noqa: E731
     for index, run in enumerate(runs):
         errors = 100 * run.array("state_error")[order].reshape(-1)
-        look = plots.style(run.name) | {"linestyle": "none", "marker": marks(index)}
+        look: dict[str, Any] = plots.style(run.name) | {"linestyle": "none", "marker": "osv^D"[index % 5]}
         if run.name != "exact" and (errors > 0).any():
             axis.plot(np.arange(errors.size), np.minimum(errors, _DIVERGED), **look)
     for i in range(1, len(order)):
