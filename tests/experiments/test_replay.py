@@ -81,7 +81,7 @@ def test_recording_changes_nothing():
     tokens = tuple(map(jnp.asarray, hp.tokens(0)))
 
     def run(method):
-        return jax.jit(lambda *tokens: method.prefill(method.init(**hp.sizes(tokens)), *tokens))(*tokens)
+        return jax.jit(lambda *tokens: method.decode(method.init(**hp.sizes(tokens)), *tokens))(*tokens)
 
     (state, outs), (recorded, same) = run(exact), run(recorder.Recorder(exact))
     hp.assert_bit_equal((state, outs), (recorded.state, same))
@@ -216,7 +216,7 @@ def test_replay_reports_checks_resumes_and_regenerates(trace_dir, tmp_path, monk
 
 def test_a_broken_method_fails_its_checks(trace_dir, tmp_path):
     settings = replay.Settings(trace_dir=str(trace_dir), block=8, output_dir=str(tmp_path / "run"))
-    text, passed = replay.run(settings, [Wrong("wrong")])
+    text, passed = replay.run(settings, [Wrong("wrong"), lq.get_method("step-bf16")])
     _, *records = report.read_jsonl(tmp_path / "run" / "results.jsonl")
     failed = {r["check"] for r in records if r["measure"] == "check" and not r["passed"]}
     assert not passed and failed == {"eq. 10", "bytes"} and text.count("FAIL") == 2
