@@ -111,6 +111,7 @@ def _long(ablation: Ablation, path: Path) -> None:
             look = {"color": _COLOURS[index % len(_COLOURS)], "linestyle": _DASHES[index // len(_COLOURS)]}
             axis.plot(found["positions"], errors, label=name, **look)
         axis.set(yscale="log", title=heads[head])
+        axis.set_xscale("log", base=2)
         axis.xaxis.set_major_formatter(plots.tokens_formatter())
     for axis in axes[:, 0]:
         axis.set_ylabel("state error, %")
