@@ -1,8 +1,12 @@
 """Decoding the same tokens with several state methods, segment after segment, each compared with `exact` at once.
 
-For every segment `exact` runs first and its logits are kept; then every other method reads the same tokens, and its
-predictions are compared token by token inside the same compiled scan. So nothing grows with the length of the streams: a
-run holds one cache per method, and one segment of logits. Every method is compiled once, ahead of the first token.
+The tokens are given, so a segment is read layer by layer: projections, convolutions and attention as matrix products over
+its tokens, the recurrent state token by token, as in generation. That is the arithmetic of `decode_step` in another order
+(up to fp32 rounding), at a fraction of its time.
+
+For every segment `exact` runs first and its logits are kept; then every other method reads the same tokens and is compared
+with them. So nothing grows with the length of the streams: a run holds one cache per method, and one segment of logits.
+Every method is compiled once, ahead of the first token.
 """
 
 import concurrent.futures
@@ -50,34 +54,35 @@ def compare(logits: Array, reference: Array, targets: Array) -> TokenMetrics:
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class TokenByToken:
+    """`method`, which takes each token of a prefill as a decode step: states are rounded as often as in generation."""
+
+    method: lq.Method
+
+    def prefill(self, state: Any, *tokens: Array, mask: Array | None = None) -> tuple[Any, Array]:
+        return self.method.decode(state, *tokens, active=mask)
+
+    def __getattr__(self, name: str) -> Any:  # all else is the method's own
+        return getattr(self.method, name)
+
+
 @functools.partial(jax.jit, static_argnames="graphdef", donate_argnames="cache")
 def exact_segment(
     graphdef: Any, params: Any, cache: qwen35.Cache, tokens: Array, targets: Array
 ) -> tuple[qwen35.Cache, Array, TokenMetrics]:
-    """Reads tokens [N, S] one by one: (cache, logits [S, N, vocabulary], metrics [S, N])."""
-    model = nnx.merge(graphdef, params)
-
-    def one_token(cache: qwen35.Cache, token: Array) -> tuple[qwen35.Cache, Array]:
-        logits, cache = qwen35.decode_step(model, token, cache)
-        return cache, logits
-
-    cache, logits = jax.lax.scan(one_token, cache, tokens.T)
-    return cache, logits, compare(logits, logits, targets.T)
+    """Reads tokens [N, S]: (cache, logits [N, S, vocabulary], metrics [N, S])."""
+    logits, cache = qwen35.prefill(nnx.merge(graphdef, params), tokens, cache)
+    return cache, logits, compare(logits, logits, targets)
 
 
 @functools.partial(jax.jit, static_argnames="graphdef", donate_argnames="cache")
 def method_segment(
     graphdef: Any, params: Any, cache: qwen35.Cache, tokens: Array, targets: Array, reference: Array
 ) -> tuple[qwen35.Cache, TokenMetrics]:
-    """Reads tokens [N, S] one by one and compares with the logits of `exact_segment`: (cache, metrics [S, N])."""
-    model = nnx.merge(graphdef, params)
-
-    def one_token(cache: qwen35.Cache, inputs: tuple[Array, ...]) -> tuple[qwen35.Cache, TokenMetrics]:
-        token, target, expected = inputs
-        logits, cache = qwen35.decode_step(model, token, cache)
-        return cache, compare(logits, expected, target)
-
-    return jax.lax.scan(one_token, cache, (tokens.T, targets.T, reference))
+    """Reads tokens [N, S] and compares with the logits of `exact_segment`: (cache, metrics [N, S])."""
+    logits, cache = qwen35.prefill(nnx.merge(graphdef, params), tokens, cache)
+    return cache, compare(logits, reference, targets)
 
 
 @jax.jit
@@ -151,7 +156,7 @@ class Lockstep:
     def compile(self) -> None:
         """Compiles one program per method, and one that compares its states with those of `exact`."""
         tokens = jax.ShapeDtypeStruct((len(self.streams.tokens), self.segment), jnp.int32)
-        logits = jax.ShapeDtypeStruct((*tokens.shape[::-1], self.config.vocab_size), jnp.float32)
+        logits = jax.ShapeDtypeStruct((*tokens.shape, self.config.vocab_size), jnp.float32)
         caches = [jax.eval_shape(functools.partial(self._fresh_cache, method)) for method in self.methods]
 
         def compile_one(method: lq.Method, cache: Any) -> _Programs:
@@ -180,7 +185,7 @@ class Lockstep:
         exact_cache, logits, exact_metrics = exact.decode(self.params, exact_cache, tokens, targets)
 
         def finish(program: _Programs, cache: qwen35.Cache, metrics: TokenMetrics, count: Tally) -> Tally:
-            seen = {field: np.asarray(value).T for field, value in vars(metrics).items()}
+            seen = {field: np.asarray(value) for field, value in vars(metrics).items()}
             count = tallies.add_segment(count, start, **seen, answers=answers, num_tokens=num_tokens)
             if window.stop in self.measure_at:
                 errors = np.asarray(program.state_errors(cache, exact_cache))
@@ -214,4 +219,4 @@ class Lockstep:
 
     def _fresh_cache(self, method: lq.Method) -> qwen35.Cache:
         num_streams, num_tokens = self.streams.tokens.shape
-        return qwen35.init_cache(self.config, batch=num_streams, max_length=num_tokens, method=method)
+        return qwen35.init_cache(self.config, batch=num_streams, max_length=num_tokens, method=TokenByToken(method))

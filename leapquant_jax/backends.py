@@ -12,7 +12,7 @@ from leapquant_jax.fold import fold_rows
 from leapquant_jax.state import LeapState
 
 # The kernels join the automatic choice once tests/kernels/test_gpu.py has passed on a card for the version at hand.
-_KERNELS_ARE_AUTOMATIC = False
+_KERNELS_ARE_AUTOMATIC = True
 
 
 class Backend(NamedTuple):
