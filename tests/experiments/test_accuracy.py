@@ -249,3 +249,21 @@ def test_another_runs_folder_stops_the_program(settings):
     with pytest.raises(SystemExit, match=r"^accuracy: .* holds another run, which differs in num_tokens"):
         accuracy.run(settings)
     assert {file: file.read_bytes() for file in Path(settings.output_dir).iterdir()} == before
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_segment_read_layer_by_layer_is_decoding(model_dir, name):
+    """The same states and predictions as `decode_step` token by token, up to rounding in fp32."""
+    _, model = qwen35.from_pretrained(model_dir)
+    tokens = jax.random.randint(jax.random.key(1), (2, 64), 0, 256)
+    method = accuracy.chosen_methods((name,))[1]
+    sizes = dict(batch=2, max_length=64)
+    logits, cache = qwen35.prefill(
+        model, tokens, qwen35.init_cache(model.config, method=lockstep.TokenByToken(method), **sizes)
+    )
+    stepwise = qwen35.init_cache(model.config, method=method, **sizes)
+    for t in range(64):
+        expected, stepwise = qwen35.decode_step(model, tokens[:, t], stepwise)
+        np.testing.assert_allclose(logits[:, t], expected, atol=2e-3)
+    for a, b in zip(qwen35.recurrent_states(cache), qwen35.recurrent_states(stepwise), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-3 * float(jnp.abs(b).max()))
