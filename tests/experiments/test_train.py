@@ -33,7 +33,7 @@ def command(directory: Path, output: Path, *more: str) -> list[str]:
     flags = dict(
         corpus_dir=directory, output_dir=output, steps=6, batch=2, segment=256, max_age=128, max_stream=512, layers=4,
         hidden_size=32, mlp_size=32, head_size=16, key_heads=1, attention_window=16, dtype="float32", workers=1, log_every=1,
-        checkpoint_every=2, eval_streams=1, eval_tokens=512,
+        checkpoint_seconds=0, eval_streams=1, eval_tokens=512,
     )  # fmt: skip
     return [sys.executable, "-m", "experiments.train", *(f"--{name}={value}" for name, value in flags.items()), *more]
 
