@@ -314,6 +314,8 @@ def _settings() -> dict:
 def _segments_fit() -> None:
     if _EVAL_TOKENS.value % _SEGMENT.value or _MAX_STREAM.value % _SEGMENT.value:
         raise app.UsageError("--eval_tokens and --max_stream must be multiples of --segment.")
+    if _SEGMENT.value < 256:
+        raise app.UsageError(f"--segment must be at least 256, the shortest stream, but is {_SEGMENT.value}.")
 
 
 def main(argv: Sequence[str]) -> None:

@@ -7,6 +7,7 @@ continues with exactly the tokens that it would have seen.
 import dataclasses
 import itertools
 import multiprocessing
+import queue
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -143,10 +144,17 @@ def parallel_segments(
 
 
 def _produce(plan: Plan, corpus_directory: str, first_step: int, rows: list[int], ready: Any) -> None:
-    """What one process does; an error is handed to the reader, which raises it."""
+    """What one process does; an error is handed to the reader, which raises it. A killed reader leaves none behind."""
+    reader = multiprocessing.parent_process()
     try:
         for segment in segments(plan, corpus.load_training_text(corpus_directory), first_step, rows):
-            ready.put(segment)
+            while True:
+                try:
+                    ready.put(segment, timeout=5)
+                    break
+                except queue.Full:
+                    if reader is not None and not reader.is_alive():
+                        return
     except Exception as error:
         ready.put(error)
 
