@@ -54,14 +54,15 @@ _LEARNING_RATE = flags.DEFINE_float(
 )
 _WEIGHT_DECAY = flags.DEFINE_float("weight_decay", 0.1, "AdamW's, of the matrices only.")
 _ANSWER_WEIGHT = flags.DEFINE_float(
-    "answer_weight", 40.0, "Weight of an answer in the loss, shared by its bytes; other bytes weigh 1."
+    "answer_weight", 60.0, "Weight of an answer in the loss, shared by its bytes; other bytes weigh 1."
 )
 _LONGEST_HALF_LIFE = flags.DEFINE_float(
     "longest_half_life", 65536.0, "Half-life of each layer's slowest head at the start."
 )
 _HIDDEN_SIZE = flags.DEFINE_integer("hidden_size", 256, "Width of the model.")
 _MLP_SIZE = flags.DEFINE_integer("mlp_size", 768, "Width of the MLPs.")
-_LAYERS = flags.DEFINE_integer("layers", 4, "Layers; of every four the first is windowed attention.")
+_LAYERS = flags.DEFINE_integer("layers", 4, "Layers; one of every four is windowed attention.")
+_ATTENTION = flags.DEFINE_enum("attention", "first", ["first", "last"], "Which of the four it is.")
 _HEAD_SIZE = flags.DEFINE_integer("head_size", 128, "Key and value size of the recurrent heads.")
 _KEY_HEADS = flags.DEFINE_integer("key_heads", 4, "Key heads of a recurrent layer; it has twice as many value heads.")
 _WINDOW = flags.DEFINE_integer(
@@ -82,9 +83,11 @@ flags.declare_key_flag("corpus_dir")
 def model_config() -> qwen35.Config:
     """The model that the flags describe.
 
-    Attention comes first in every group of four, where Qwen3.5 has it last: 32 tokens bring together what belongs to one
-    command, and all recurrent layers above can store it. Behind them, it would leave the first of them with four bytes.
+    Qwen3.5 has attention last in every group of four. First, its window brings together what belongs to one command, and
+    all recurrent layers can store it; last, the first recurrent layer sees only the four bytes of its convolution.
     """
+    place = {"first": 0, "last": 3}[_ATTENTION.value]
+    kinds = ("full_attention" if i % 4 == place else "linear_attention" for i in range(_LAYERS.value))
     return qwen35.Config(
         vocab_size=corpus.VOCAB_SIZE,
         hidden_size=_HIDDEN_SIZE.value,
@@ -97,7 +100,7 @@ def model_config() -> qwen35.Config:
         linear_num_value_heads=2 * _KEY_HEADS.value,
         linear_key_head_dim=_HEAD_SIZE.value,
         linear_value_head_dim=_HEAD_SIZE.value,
-        layer_types=tuple("linear_attention" if i % 4 else "full_attention" for i in range(_LAYERS.value)),
+        layer_types=tuple(kinds),
         rope_theta=10000.0,
         tie_word_embeddings=True,
         max_position_embeddings=_MAX_STREAM.value,
