@@ -53,8 +53,8 @@ _LEARNING_RATE = flags.DEFINE_float(
     "learning_rate", 2e-3, "Peak; warms up over 200 steps, then falls to a fiftieth (cosine)."
 )
 _WEIGHT_DECAY = flags.DEFINE_float("weight_decay", 0.1, "AdamW's, of the matrices only.")
-_ANSWER_WEIGHT = flags.DEFINE_float(
-    "answer_weight", 60.0, "Weight of an answer in the loss, shared by its bytes; other bytes weigh 1."
+_ANSWER_SHARE = flags.DEFINE_float(
+    "answer_share", 0.35, "Share of the mean over answers in the loss; the rest is the mean over the bytes of the text."
 )
 _LONGEST_HALF_LIFE = flags.DEFINE_float(
     "longest_half_life", 65536.0, "Half-life of each layer's slowest head at the start."
@@ -133,7 +133,7 @@ def train(run: RunDirectory) -> tuple[qwen35.Model, dict]:
     merge, state = init_train_state(
         config, jax.random.key(_SEED.value), batch=_BATCH.value, longest_half_life=_LONGEST_HALF_LIFE.value
     )
-    step_function = make_train_step(merge, answer_weight=_ANSWER_WEIGHT.value, weight_decay=_WEIGHT_DECAY.value)
+    step_function = make_train_step(merge, answer_share=_ANSWER_SHARE.value, weight_decay=_WEIGHT_DECAY.value)
     steps = _decide_steps(run.path, step_function, state)
     plan = training_plan(steps)
     with run.checkpoints(minimum_seconds=_CHECKPOINT_SECONDS.value) as manager:

@@ -135,12 +135,13 @@ def forget(cache: qwen35.Cache, fresh: Array) -> qwen35.Cache:
     return jax.tree.map(lambda x: jnp.where(fresh.reshape(-1, *[1] * (x.ndim - 1)), jnp.zeros((), x.dtype), x), cache)
 
 
-def make_train_step(merge: Callable[[dict], qwen35.Model], *, answer_weight: float, weight_decay: float):
+def make_train_step(merge: Callable[[dict], qwen35.Model], *, answer_share: float, weight_decay: float):
     """Builds ``train_step(state, tokens, task, age, fresh, learning_rate) -> (state, metrics)``.
 
     Args:
         merge: From ``init_train_state``.
-        answer_weight: Weight of a whole answer in the loss, shared by its tokens; a token of text has 1.
+        answer_share: The loss is this share of the mean over whole answers, and for the rest the mean over tokens of text;
+            so that answers do not lose weight when the curriculum makes them rarer. An answer is the mean of its tokens.
         weight_decay: Of the matrices.
 
     Returns:
@@ -149,17 +150,17 @@ def make_train_step(merge: Callable[[dict], qwen35.Model], *, answer_weight: flo
         ``answer_metrics``.
     """
     optimizer = make_optimizer(weight_decay=weight_decay)
-    weights = np.array([1.0, *(answer_weight / tasks.LENGTHS[kind] for kind in tasks.KINDS)], np.float32)
+    weights = np.array([0.0, *(1 / tasks.LENGTHS[kind] for kind in tasks.KINDS)], np.float32)
 
     def loss_and_aux(params: dict, cache: qwen35.Cache, tokens: Array, task: Array, age: Array):
         logits, cache = forward(merge(params), tokens[:, :-1], cache)
         targets, task, age = (x[:, 1:] for x in (tokens, task, age))
         nll = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
         of_kind = jax.nn.one_hot(task, len(weights), dtype=jnp.float32)
-        weight = jnp.einsum("btk,k->bt", of_kind, weights, precision="highest")
-        loss = jnp.sum(nll * weight) / jnp.sum(weight)
-        is_text = of_kind[..., 0]
-        metrics = {"text_nll": jnp.sum(nll * is_text) / jnp.sum(is_text)}
+        of_answer = jnp.einsum("btk,k->bt", of_kind, weights, precision="highest")
+        text_nll, answer_nll = (jnp.sum(nll * w) / jnp.maximum(jnp.sum(w), 1) for w in (of_kind[..., 0], of_answer))
+        loss = (1 - answer_share) * text_nll + answer_share * answer_nll
+        metrics = {"text_nll": text_nll}
         metrics |= answer_metrics(nll, jnp.argmax(logits, axis=-1) == targets, of_kind[..., 1:], age)
         return loss, (cache, metrics)
 

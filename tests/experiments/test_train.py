@@ -98,7 +98,7 @@ def test_the_training_forward_is_prefill(tiny):
 
 def test_the_loss_falls_and_the_state_is_carried(tiny):
     _, merge, state = tiny
-    step = train_step.make_train_step(merge, answer_weight=2.0, weight_decay=0.0)
+    step = train_step.make_train_step(merge, answer_share=0.3, weight_decay=0.0)
     tokens = jnp.tile(jnp.arange(65, dtype=jnp.int32)[None] % 7, (2, 1))
     task = age = jnp.zeros((2, 65), jnp.int32)
     fresh = jnp.array([True, False])
