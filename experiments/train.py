@@ -4,14 +4,17 @@
     python -m experiments.train --output_dir runs/tiny --minutes 6
 
 Each row of the batch reads one long stream (text with recall tasks woven in, ``experiments.tasks``) in segments; the state is
-carried from segment to segment without gradient, for up to 32k tokens. Killed runs continue from the last checkpoint when the
-same command is given again. The folder then holds ``model/`` (config.json, model.safetensors), ``train.jsonl`` (the training
+carried from segment to segment without gradient, for up to 32k tokens. No stream is read twice, so the accuracies printed on
+the way are those of unseen tasks. Killed runs continue from the last checkpoint when the same command is given again.
+
+The folder then holds ``model/`` (config.json, model.safetensors; renewed with every checkpoint), ``train.jsonl`` (the training
 log), ``results.jsonl`` (recall by age, bits per byte by position, half-lives), ``training.png`` and ``README.md``, the model card.
 """
 
 import hashlib
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -20,12 +23,11 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from absl import app, flags, logging
 from flax import nnx
 from tqdm import tqdm
 
-from experiments import corpus, report, train_data, train_report
+from experiments import corpus, report, tasks, train_data, train_report
 from experiments.run_directory import RunDirectory, environment, restore_latest, save
 from experiments.train_step import AGE_GROUPS, TrainState, init_train_state, make_train_step
 from models import qwen35
@@ -35,7 +37,10 @@ _OUTPUT_DIR = flags.DEFINE_string(
 )
 _STEPS = flags.DEFINE_integer("steps", 2000, "Training steps.")
 _MINUTES = flags.DEFINE_float(
-    "minutes", 0.0, "If positive, replaces --steps by what a short trial says fits in this time."
+    "minutes",
+    0.0,
+    "If positive, replaces --steps by what a short trial says fits in this time. Should the run turn out slower, learning "
+    "rate and end follow the clock.",
 )
 _BATCH = flags.DEFINE_integer("batch", 16, "Streams read at the same time.")
 _SEGMENT = flags.DEFINE_integer("segment", 2048, "Tokens of each stream per step; gradients stay within them.")
@@ -43,22 +48,23 @@ _MAX_AGE = flags.DEFINE_integer("max_age", 16384, "Oldest answer that is asked f
 _MAX_STREAM = flags.DEFINE_integer(
     "max_stream", 32768, "Tokens after which a stream starts over. A multiple of --segment."
 )
-_CURRICULUM = flags.DEFINE_float("curriculum", 0.5, "Share of the run made easier, with young answers first.")
+_CURRICULUM = flags.DEFINE_float("curriculum", 0.4, "Share of the run made easier, with young answers first.")
 _LEARNING_RATE = flags.DEFINE_float(
-    "learning_rate", 2e-3, "Peak; warms up over 100 steps, then falls to a tenth (cosine)."
+    "learning_rate", 2e-3, "Peak; warms up over 200 steps, then falls to a fiftieth (cosine)."
 )
 _WEIGHT_DECAY = flags.DEFINE_float("weight_decay", 0.1, "AdamW's, of the matrices only.")
-_ANSWER_WEIGHT = flags.DEFINE_float(
-    "answer_weight", 8.0, "Weight of an answer's byte in the loss; other bytes weigh 1."
+_ANSWER_SHARE = flags.DEFINE_float(
+    "answer_share", 0.35, "Share of the mean over answers in the loss; the rest is the mean over the bytes of the text."
 )
 _LONGEST_HALF_LIFE = flags.DEFINE_float(
-    "longest_half_life", 16384.0, "Half-life of each layer's slowest head at the start."
+    "longest_half_life", 65536.0, "Half-life of each layer's slowest head at the start."
 )
 _HIDDEN_SIZE = flags.DEFINE_integer("hidden_size", 256, "Width of the model.")
 _MLP_SIZE = flags.DEFINE_integer("mlp_size", 768, "Width of the MLPs.")
-_LAYERS = flags.DEFINE_integer("layers", 4, "Layers; every fourth is windowed attention.")
+_LAYERS = flags.DEFINE_integer("layers", 4, "Layers; one of every four is windowed attention.")
+_ATTENTION = flags.DEFINE_enum("attention", "first", ["first", "last"], "Which of the four it is.")
 _HEAD_SIZE = flags.DEFINE_integer("head_size", 128, "Key and value size of the recurrent heads.")
-_KEY_HEADS = flags.DEFINE_integer("key_heads", 2, "Key heads of a recurrent layer; it has twice as many value heads.")
+_KEY_HEADS = flags.DEFINE_integer("key_heads", 4, "Key heads of a recurrent layer; it has twice as many value heads.")
 _WINDOW = flags.DEFINE_integer(
     "attention_window", 32, "Tokens that attention sees; if it can answer, the state will not learn to."
 )
@@ -68,14 +74,20 @@ _DTYPE = flags.DEFINE_enum(
 _SEED = flags.DEFINE_integer("seed", 0, "Chooses parameters and streams.")
 _WORKERS = flags.DEFINE_integer("workers", 4, "Processes that make the streams.")
 _LOG_EVERY = flags.DEFINE_integer("log_every", 25, "Steps that one line of the log averages over.")
-_CHECKPOINT_EVERY = flags.DEFINE_integer("checkpoint_every", 500, "Steps between checkpoints.")
+_CHECKPOINT_SECONDS = flags.DEFINE_integer("checkpoint_seconds", 60, "Shortest time between two checkpoints.")
 _EVAL_STREAMS = flags.DEFINE_integer("eval_streams", 32, "Held-out streams of each sort in the final evaluation.")
 _EVAL_TOKENS = flags.DEFINE_integer("eval_tokens", 65536, "Length of each; a multiple of --segment.")
 flags.declare_key_flag("corpus_dir")
 
 
 def model_config() -> qwen35.Config:
-    """The model that the flags describe."""
+    """The model that the flags describe.
+
+    Qwen3.5 has attention last in every group of four. First, its window brings together what belongs to one command, and
+    all recurrent layers can store it; last, the first recurrent layer sees only the four bytes of its convolution.
+    """
+    place = {"first": 0, "last": 3}[_ATTENTION.value]
+    kinds = ("full_attention" if i % 4 == place else "linear_attention" for i in range(_LAYERS.value))
     return qwen35.Config(
         vocab_size=corpus.VOCAB_SIZE,
         hidden_size=_HIDDEN_SIZE.value,
@@ -88,6 +100,7 @@ def model_config() -> qwen35.Config:
         linear_num_value_heads=2 * _KEY_HEADS.value,
         linear_key_head_dim=_HEAD_SIZE.value,
         linear_value_head_dim=_HEAD_SIZE.value,
+        layer_types=tuple(kinds),
         rope_theta=10000.0,
         tie_word_embeddings=True,
         max_position_embeddings=_MAX_STREAM.value,
@@ -120,31 +133,49 @@ def train(run: RunDirectory) -> tuple[qwen35.Model, dict]:
     merge, state = init_train_state(
         config, jax.random.key(_SEED.value), batch=_BATCH.value, longest_half_life=_LONGEST_HALF_LIFE.value
     )
-    step_function = make_train_step(merge, answer_weight=_ANSWER_WEIGHT.value, weight_decay=_WEIGHT_DECAY.value)
+    step_function = make_train_step(merge, answer_share=_ANSWER_SHARE.value, weight_decay=_WEIGHT_DECAY.value)
     steps = _decide_steps(run.path, step_function, state)
     plan = training_plan(steps)
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0, _LEARNING_RATE.value, min(100, steps // 4), steps, 0.1 * _LEARNING_RATE.value
-    )
-    with run.checkpoints(minimum_seconds=0) as manager:
-        first_step, state = restore_latest(manager, state)
-        if first_step:
-            tqdm.write(f"Continuing after step {first_step}.")
-        log = _Log(run.path / "train.jsonl", first_step, plan)
-        feed = train_data.parallel_segments(plan, corpus.CORPUS_DIR.value, first_step, workers=_WORKERS.value)
+    with run.checkpoints(minimum_seconds=_CHECKPOINT_SECONDS.value) as manager:
+        done, state = restore_latest(manager, state)
+        if done:
+            tqdm.write(f"Continuing after step {done}.")
+        log = _Log(run.path / "train.jsonl", done, plan)
+        feed = train_data.parallel_segments(plan, corpus.CORPUS_DIR.value, done, workers=_WORKERS.value)
         interval = 1.0 if sys.stderr.isatty() else 20.0
-        bar = tqdm(range(first_step, steps), initial=first_step, total=steps, unit="step", mininterval=interval)
-        for step in bar:
-            segment = next(feed)
-            rate = jnp.float32(schedule(step))
-            state, metrics = step_function(state, segment.tokens, segment.age, segment.fresh, rate)
-            if record := log.add(step + 1, metrics, float(rate)):
-                shown = ("text_nll", "accuracy_to_256", "accuracy_to_1k", "accuracy_to_4k")
-                bar.set_postfix({name: record[name] for name in shown}, refresh=False)
-            if (step + 1) % _CHECKPOINT_EVERY.value == 0 or step + 1 == steps:
-                save(manager, step + 1, state)
-    model = qwen35.cast(merge(state.params), config.dtype)
-    return model, {"steps": steps, "tokens": steps * plan.batch * plan.segment, "seconds": log.seconds}
+        with tqdm(initial=done, total=steps, unit="step", mininterval=interval) as bar:
+            while (progress := max(done / steps, log.elapsed() / (60 * _MINUTES.value or math.inf))) < 1:
+                rate = learning_rate(done, progress)
+                state, metrics = step_function(state, **vars(next(feed)), learning_rate=jnp.float32(rate))
+                done += 1
+                bar.update()
+                if record := log.add(done, metrics, rate):
+                    if done % (20 * _LOG_EVERY.value) == 0:
+                        tqdm.write(train_report.progress_line(record))
+                    if save(manager, done, state):
+                        save_model(merge(state.params), config.dtype, run.path / "model")
+        if manager.latest_step() != done:
+            save(manager, done, state, force=True)
+    model = save_model(merge(state.params), config.dtype, run.path / "model")
+    return model, {"steps": done, "tokens": done * plan.batch * plan.segment, "seconds": log.seconds}
+
+
+def learning_rate(step: int, progress: float) -> float:
+    """The rate of a step, with ``progress`` (0 to 1) of the run behind it: a warm-up, then half a cosine."""
+    warm_up = min(1.0, (step + 1) / 200)
+    return _LEARNING_RATE.value * warm_up * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def save_model(model: qwen35.Model, dtype: str, directory: Path) -> qwen35.Model:
+    """Saves the model in ``dtype`` and returns it. A kill leaves the files of before, or the new ones."""
+    model = qwen35.cast(model, dtype)
+    partial = directory.with_name(directory.name + ".partial")
+    qwen35.save_pretrained(model.config, model, partial)
+    directory.mkdir(exist_ok=True)
+    for file in partial.iterdir():
+        os.replace(file, directory / file.name)
+    partial.rmdir()
+    return model
 
 
 def _decide_steps(directory: Path, step_function, state: TrainState) -> int:
@@ -158,7 +189,7 @@ def _decide_steps(directory: Path, step_function, state: TrainState) -> int:
         state = jax.tree.map(jnp.copy, state)  # the step donates its argument
         started = time.perf_counter()
         for trial in range(14):
-            state, metrics = step_function(state, segment.tokens, segment.age, segment.fresh, jnp.float32(1e-4))
+            state, metrics = step_function(state, **vars(segment), learning_rate=jnp.float32(1e-4))
             if trial == 3:
                 jax.block_until_ready(metrics)
                 tqdm.write(f"Compilation and first steps: {time.perf_counter() - started:.1f} s.")
@@ -182,23 +213,31 @@ class _Log:
         self.pending: list[dict] = []
         self.last = time.perf_counter()
 
+    def elapsed(self) -> float:
+        """Seconds of training, those of earlier parts of this run included."""
+        return self.seconds + time.perf_counter() - self.last
+
     def add(self, step: int, metrics: dict, learning_rate: float) -> dict | None:
         """Takes the metrics of a step; returns the record when one was written."""
         self.pending.append(metrics)
         if step % _LOG_EVERY.value and step != self.plan.steps:
             return None
         rows = jax.device_get(self.pending)
-        sums = {name: float(np.sum([row[name] for row in rows])) for name in rows[0]}
+        sums = {name: np.sum([row[name] for row in rows], axis=0, dtype=np.float64) for name in rows[0]}
         now = time.perf_counter()
         speed = len(rows) * self.plan.batch * self.plan.segment / (now - self.last)
         self.seconds, self.last, self.pending = self.seconds + now - self.last, now, []
         record = {"step": step, "seconds": round(self.seconds, 2), "tokens_per_second": round(speed)}
         record |= {"learning_rate": learning_rate, "oldest_age": self.plan.oldest_age(step)}
-        record |= {name: round(sums[name] / len(rows), 5) for name in ("loss", "text_nll", "gradient_norm")}
-        for name in AGE_GROUPS:
-            count = sums[f"answers_{name}"]
-            record[f"accuracy_{name}"] = round(sums[f"right_{name}"] / count, 4) if count else None
-            record[f"nll_{name}"] = round(sums[f"answer_nll_{name}"] / count, 4) if count else None
+        record |= {name: round(float(sums[name]) / len(rows), 5) for name in ("loss", "text_nll", "gradient_norm")}
+        for name, of in (("accuracy", "right"), ("answer_nll", "nll")):
+            record[name] = {
+                kind: {
+                    group: round(float(value / count), 4) if count else None
+                    for group, value, count in zip(AGE_GROUPS, values, counts, strict=True)
+                }
+                for kind, values, counts in zip(tasks.KINDS, sums[of], sums["count"], strict=True)
+            }
         with self.path.open("a") as file:
             file.write(json.dumps(record) + "\n")
         if not math.isfinite(record["loss"]):
@@ -271,13 +310,15 @@ def write_model_card(directory: Path, config: qwen35.Config, facts: dict, record
 def _settings() -> dict:
     """All flags that determine the result, for the run's record; how it is run may differ when it goes on."""
     module = flags.FLAGS.get_key_flags_for_module(sys.argv[0]) or flags.FLAGS.flags_by_module_dict()[__name__]
-    incidental = {"output_dir", "workers", "log_every", "checkpoint_every"}
+    incidental = {"output_dir", "workers", "log_every", "checkpoint_seconds"}
     return {"program": "experiments.train", **{f.name: f.value for f in module if f.name not in incidental}}
 
 
 def _segments_fit() -> None:
     if _EVAL_TOKENS.value % _SEGMENT.value or _MAX_STREAM.value % _SEGMENT.value:
         raise app.UsageError("--eval_tokens and --max_stream must be multiples of --segment.")
+    if _SEGMENT.value < 256:
+        raise app.UsageError(f"--segment must be at least 256, the shortest stream, but is {_SEGMENT.value}.")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -292,7 +333,6 @@ def main(argv: Sequence[str]) -> None:
         raise app.UsageError(str(error)) from error
     directory = run.path
     model, facts = train(run)
-    qwen35.save_pretrained(model.config, model, directory / "model")
     facts["parameters"] = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
     facts["command"] = run.sessions[-1]["command"]
     facts["environment"] = environment()

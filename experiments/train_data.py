@@ -7,6 +7,7 @@ continues with exactly the tokens that it would have seen.
 import dataclasses
 import itertools
 import multiprocessing
+import queue
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 
 from experiments import corpus, tasks
 
-RECALL = ("register", "overwritten")  # what the curriculum begins with, and what is measured by age during training
+_FIRST_KINDS = ("register", "overwritten")  # what the curriculum begins with
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +29,8 @@ class Plan:
         max_age: Oldest answer asked for once the curriculum is over.
         max_stream: Tokens after which a row starts over with an empty state, at most.
         curriculum: Share of the run that is made easier: the oldest age grows, geometrically, from ``first_max_age``, the
-            share of commands falls from ``first_synthetic_share``, and all kinds but the registers come in slowly.
+            share of commands falls from ``first_synthetic_share``, and all kinds but the registers come in during its
+            first third.
         first_max_age: Oldest age at the first step.
         first_synthetic_share: Share of commands in the tokens at the first step.
         synthetic_share: The same from the end of the curriculum on.
@@ -44,7 +46,7 @@ class Plan:
     curriculum: float = 0.4
     first_max_age: int = 64
     first_synthetic_share: float = 0.8
-    synthetic_share: float = 0.4
+    synthetic_share: float = tasks.DEFAULT_SHARE
     mix: Mapping[str, float] = dataclasses.field(default_factory=lambda: dict(tasks.DEFAULT_MIX))
     seed: int = 0
 
@@ -68,7 +70,10 @@ class Plan:
         """The options of ``tasks.recall_streams`` for a stream that starts at this step."""
         progress, oldest = self.progress(step), self.oldest_age(step)
         share = self.first_synthetic_share + progress * (self.synthetic_share - self.first_synthetic_share)
-        mix = {kind: weight * (1.0 if kind in RECALL else progress) for kind, weight in self.mix.items()}
+        mix = {
+            kind: weight * (1.0 if kind in _FIRST_KINDS else min(1.0, 3 * progress))
+            for kind, weight in self.mix.items()
+        }
         return {"synthetic_share": share, "mix": mix, "min_age": min(32, oldest), "max_age": oldest}
 
     def segments_of_stream(self, step: int) -> int:
@@ -82,11 +87,13 @@ class Segment:
 
     Attributes:
         tokens: int32 [B, T + 1]; the last is the target of the one before it, and the first of the next segment.
-        age: int32 [B, T + 1]: the age in tokens at the bytes of a recalled register, -1 at the bytes of other answers, else 0.
+        task: int32 [B, T + 1]: 1 + the kind at the tokens of an answer, else 0 (as ``tasks.RecallStreams.task``).
+        age: int32 [B, T + 1]: the age in tokens at the tokens of an answer, else 0.
         fresh: bool [B]; True where the row starts a new stream here and must forget its state.
     """
 
     tokens: np.ndarray
+    task: np.ndarray
     age: np.ndarray
     fresh: np.ndarray
 
@@ -129,17 +136,25 @@ def parallel_segments(
             if isinstance(part, Exception):
                 raise part
         yield Segment(
-            tokens=np.concatenate([part.tokens for part in parts]),
-            age=np.concatenate([part.age for part in parts]),
-            fresh=np.concatenate([part.fresh for part in parts]),
+            **{
+                field.name: np.concatenate([getattr(part, field.name) for part in parts])
+                for field in dataclasses.fields(Segment)
+            }
         )
 
 
 def _produce(plan: Plan, corpus_directory: str, first_step: int, rows: list[int], ready: Any) -> None:
-    """What one process does; an error is handed to the reader, which raises it."""
+    """What one process does; an error is handed to the reader, which raises it. A killed reader leaves none behind."""
+    reader = multiprocessing.parent_process()
     try:
         for segment in segments(plan, corpus.load_training_text(corpus_directory), first_step, rows):
-            ready.put(segment)
+            while True:
+                try:
+                    ready.put(segment, timeout=5)
+                    break
+                except queue.Full:
+                    if reader is not None and not reader.is_alive():
+                        return
     except Exception as error:
         ready.put(error)
 
@@ -153,19 +168,19 @@ class _Row:
         # The first streams are cut short at different places, or all rows would start over together for ever.
         longest = plan.max_stream // plan.segment
         self.length = 1 + int(np.random.default_rng([plan.seed, index]).integers(longest))
-        self.stream: tuple[np.ndarray, np.ndarray] | None = None  # tokens and ages of the current one, once generated
+        self.stream: tasks.RecallStreams | None = None  # the current one, once generated
         while self.start + self.length <= step:
             self._next_stream()
 
-    def advance(self, step: int) -> tuple[np.ndarray, np.ndarray, np.bool_]:
+    def advance(self, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.bool_]:
         if self.start + self.length <= step:
             self._next_stream()
         if self.stream is None:
             self.stream = self._generate()
-        tokens, age = self.stream
         offset = (step - self.start) * self.plan.segment
         window = slice(offset, offset + self.plan.segment + 1)
-        return tokens[window], age[window], np.bool_(offset == 0)
+        tokens, task, age = (x[0, window] for x in (self.stream.tokens, self.stream.task, self.stream.age))
+        return tokens, task, age, np.bool_(offset == 0)
 
     def _next_stream(self) -> None:
         self.start += self.length
@@ -173,12 +188,7 @@ class _Row:
         self.length = self.plan.segments_of_stream(self.start)
         self.stream = None
 
-    def _generate(self) -> tuple[np.ndarray, np.ndarray]:
+    def _generate(self) -> tasks.RecallStreams:
         seed = int(np.random.SeedSequence([self.plan.seed, self.index, self.count]).generate_state(1)[0])
         num_tokens = self.length * self.plan.segment + 1
-        streams = tasks.recall_streams(1, num_tokens, seed, text=self.text, **self.plan.tasks_at(self.start))
-        age, answers = streams.age[0].copy(), streams.answers
-        for kind, position, length in zip(answers.kind, answers.position, answers.length, strict=True):
-            if tasks.KINDS[kind] not in RECALL:
-                age[position : position + length] = -1
-        return streams.tokens[0], age
+        return tasks.recall_streams(1, num_tokens, seed, text=self.text, **self.plan.tasks_at(self.start))

@@ -12,7 +12,7 @@ import optax
 from jax import Array
 
 from experiments import corpus, plots, report, tasks
-from experiments.train_step import empty_cache
+from experiments.train_step import AGE_GROUPS, empty_cache
 from models import qwen35
 from models.qwen35.delta_net import log_decay
 from models.ragged import full_span
@@ -105,17 +105,31 @@ def mean_log_decays(model: qwen35.Model, tokens: Array) -> Array:
     return jnp.stack(decays)
 
 
+def progress_line(record: Mapping) -> str:
+    """One line of the training log for people: per cent of the answers' bytes right, by kind and group of ages."""
+    shown = [
+        f"{kind} " + " ".join("-" if value is None else f"{100 * value:.0f}" for value in groups.values())
+        for kind, groups in record["accuracy"].items()
+    ]
+    head = f"step {record['step']:,}, {record['seconds']:.0f} s, {record['tokens_per_second'] / 1e6:.2f} M tokens/s"
+    return f"{head}, text {record['text_nll'] / math.log(2):.3f} bits; " + ", ".join(shown)
+
+
 def plot_training(log: list[dict], path: Path) -> None:
-    """Draws the loss of the text, and the accuracy on answers by age, over the training steps."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6))
-    steps = [row["step"] for row in log]
-    left.plot(steps, [row["text_nll"] / math.log(2) for row in log])
+    """Draws the loss of the text, and for each group of ages the accuracy on every kind of task, over the steps."""
+    figure, (left, *others) = plt.subplots(1, 1 + len(AGE_GROUPS), figsize=(17, 3.6))
+    left.plot([row["step"] for row in log], [row["text_nll"] / math.log(2) for row in log])
     left.set(xlabel="step", ylabel="bits per byte", title="Text and commands")
-    for name in (key.removeprefix("accuracy_") for key in log[-1] if key.startswith("accuracy_")):
-        pairs = [(row["step"], row[f"accuracy_{name}"]) for row in log if row.get(f"accuracy_{name}") is not None]
-        right.plot(*zip(*pairs, strict=True), label=name.replace("_", " "))
-    right.set(xlabel="step", ylabel="answer bytes right", title="Answers, by age of the write", ylim=(0, 1))
-    right.legend()
+    for axis, (group, (first, last)) in zip(others, AGE_GROUPS.items(), strict=True):
+        for kind in tasks.KINDS:
+            pairs = [
+                (row["step"], row["accuracy"][kind][group]) for row in log if row["accuracy"][kind][group] is not None
+            ]
+            axis.plot([step for step, _ in pairs], [100 * value for _, value in pairs], label=kind, linewidth=1)
+        ages = f"ages to {last:,}" if first == 1 else f"ages from {first:,}"
+        axis.set(xlabel="step", title=ages, ylim=(0, 101))
+    others[0].set_ylabel("bytes of answers right, %")
+    others[-1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5))
     figure.tight_layout()
     plots.save(figure, path)
 

@@ -12,8 +12,11 @@ from flax import nnx
 from jax import Array
 
 import leapquant_jax as lq
+from experiments import tasks
 from models import qwen35
 from models.ragged import full_span
+
+AGE_GROUPS = {"to_1k": (1, 1023), "to_4k": (1024, 4095), "to_8k": (4096, 8191), "beyond": (8192, 1 << 30)}
 
 
 @jax.tree_util.register_dataclass
@@ -132,31 +135,39 @@ def forget(cache: qwen35.Cache, fresh: Array) -> qwen35.Cache:
     return jax.tree.map(lambda x: jnp.where(fresh.reshape(-1, *[1] * (x.ndim - 1)), jnp.zeros((), x.dtype), x), cache)
 
 
-def make_train_step(merge: Callable[[dict], qwen35.Model], *, answer_weight: float, weight_decay: float):
-    """Builds ``train_step(state, tokens, age, fresh, learning_rate) -> (state, metrics)``.
+def make_train_step(merge: Callable[[dict], qwen35.Model], *, answer_share: float, weight_decay: float):
+    """Builds ``train_step(state, tokens, task, age, fresh, learning_rate) -> (state, metrics)``.
 
     Args:
         merge: From ``init_train_state``.
-        answer_weight: Weight of an answer's byte in the loss; a byte of text has 1.
+        answer_share: The loss is this share of the mean over whole answers, and for the rest the mean over tokens of text;
+            so that answers do not lose weight when the curriculum makes them rarer. An answer is the mean of its tokens.
         weight_decay: Of the matrices.
 
     Returns:
-        The jitted step. ``tokens`` and ``age`` are int32 [B, T + 1] and ``fresh`` bool [B] (see ``train_data.Segment``).
-        The state is donated. Metrics are fp32 sums and counts (see ``_metrics``).
+        The jitted step. ``tokens``, ``task`` and ``age`` are int32 [B, T + 1] and ``fresh`` bool [B] (see
+        ``train_data.Segment``). The state is donated. Metrics are fp32: "loss", "gradient_norm", "text_nll", and those of
+        ``answer_metrics``.
     """
     optimizer = make_optimizer(weight_decay=weight_decay)
+    weights = np.array([0.0, *(1 / tasks.LENGTHS[kind] for kind in tasks.KINDS)], np.float32)
 
-    def loss_and_aux(params: dict, cache: qwen35.Cache, tokens: Array, age: Array):
+    def loss_and_aux(params: dict, cache: qwen35.Cache, tokens: Array, task: Array, age: Array):
         logits, cache = forward(merge(params), tokens[:, :-1], cache)
-        nll = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-        weight = jnp.where(age[:, 1:] != 0, jnp.float32(answer_weight), jnp.float32(1))
-        loss = jnp.sum(nll * weight) / jnp.sum(weight)
-        return loss, (cache, _metrics(nll, logits, tokens[:, 1:], age[:, 1:]))
+        targets, task, age = (x[:, 1:] for x in (tokens, task, age))
+        nll = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+        of_kind = jax.nn.one_hot(task, len(weights), dtype=jnp.float32)
+        of_answer = jnp.einsum("btk,k->bt", of_kind, weights, precision="highest")
+        text_nll, answer_nll = (jnp.sum(nll * w) / jnp.maximum(jnp.sum(w), 1) for w in (of_kind[..., 0], of_answer))
+        loss = (1 - answer_share) * text_nll + answer_share * answer_nll
+        metrics = {"text_nll": text_nll}
+        metrics |= answer_metrics(nll, jnp.argmax(logits, axis=-1) == targets, of_kind[..., 1:], age)
+        return loss, (cache, metrics)
 
-    def train_step(state: TrainState, tokens: Array, age: Array, fresh: Array, learning_rate: Array):
+    def train_step(state: TrainState, tokens: Array, task: Array, age: Array, fresh: Array, learning_rate: Array):
         cache = forget(state.cache, fresh)
         (loss, (cache, metrics)), gradient = jax.value_and_grad(loss_and_aux, has_aux=True)(
-            state.params, cache, tokens, age
+            state.params, cache, tokens, task, age
         )
         updates, opt_state = optimizer.update(gradient, state.optimizer, state.params)
         params = jax.tree.map(lambda p, u: p - learning_rate * u, state.params, updates)
@@ -166,21 +177,22 @@ def make_train_step(merge: Callable[[dict], qwen35.Model], *, answer_weight: flo
     return jax.jit(train_step, donate_argnames="state")
 
 
-AGE_GROUPS = {"to_256": (1, 256), "to_1k": (257, 1024), "to_4k": (1025, 4096), "beyond": (4097, 1 << 30)}
+def answer_metrics(nll: Array, right: Array, of_kind: Array, age: Array) -> dict[str, Array]:
+    """Sums over the tokens of answers, for every kind of task and group of ages.
 
+    Args:
+        nll: fp32 [B, T].
+        right: bool [B, T], whether the most probable token is the right one.
+        of_kind: fp32 [B, T, kinds], 1 at the tokens of this kind's answers.
+        age: int32 [B, T].
 
-def _metrics(nll: Array, logits: Array, targets: Array, age: Array) -> dict[str, Array]:
-    """Text loss, and for each group of ages the number of recalled bytes, how many were right and their loss."""
-    right = jnp.argmax(logits, axis=-1) == targets
-
-    def total(chosen: Array, values: Array) -> Array:
-        return jnp.sum(jnp.where(chosen, values.astype(jnp.float32), jnp.float32(0)))
-
-    text = age == 0
-    result = {"text_nll": total(text, nll) / jnp.maximum(jnp.sum(text, dtype=jnp.float32), 1)}
-    for name, (first, last) in AGE_GROUPS.items():
-        chosen = (age >= first) & (age <= last)
-        result[f"answers_{name}"] = jnp.sum(chosen, dtype=jnp.float32)
-        result[f"right_{name}"] = total(chosen, right)
-        result[f"answer_nll_{name}"] = total(chosen, nll)
-    return result
+    Returns:
+        "count", "right" and "nll", fp32 [kinds, groups of ``AGE_GROUPS``].
+    """
+    bounds = jnp.asarray([(first, last) for first, last in AGE_GROUPS.values()], jnp.int32)
+    of_group = ((age[..., None] >= bounds[None, None, :, 0]) & (age[..., None] <= bounds[None, None, :, 1])).astype(
+        jnp.float32
+    )
+    values = jnp.stack([jnp.ones_like(nll), right.astype(jnp.float32), nll])
+    sums = jnp.einsum("btk,btg,vbt->vkg", of_kind, of_group, values, precision="highest")
+    return dict(zip(("count", "right", "nll"), sums, strict=True))

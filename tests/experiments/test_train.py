@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import train_data, train_step
+from experiments import tasks, train_data, train_step
 from models import qwen35
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +33,7 @@ def command(directory: Path, output: Path, *more: str) -> list[str]:
     flags = dict(
         corpus_dir=directory, output_dir=output, steps=6, batch=2, segment=256, max_age=128, max_stream=512, layers=4,
         hidden_size=32, mlp_size=32, head_size=16, key_heads=1, attention_window=16, dtype="float32", workers=1, log_every=1,
-        checkpoint_every=2, eval_streams=1, eval_tokens=512,
+        checkpoint_seconds=0, eval_streams=1, eval_tokens=512,
     )  # fmt: skip
     return [sys.executable, "-m", "experiments.train", *(f"--{name}={value}" for name, value in flags.items()), *more]
 
@@ -98,14 +98,15 @@ def test_the_training_forward_is_prefill(tiny):
 
 def test_the_loss_falls_and_the_state_is_carried(tiny):
     _, merge, state = tiny
-    step = train_step.make_train_step(merge, answer_weight=2.0, weight_decay=0.0)
+    step = train_step.make_train_step(merge, answer_share=0.3, weight_decay=0.0)
     tokens = jnp.tile(jnp.arange(65, dtype=jnp.int32)[None] % 7, (2, 1))
-    age, fresh = jnp.zeros((2, 65), jnp.int32), jnp.array([True, False])
+    task = age = jnp.zeros((2, 65), jnp.int32)
+    fresh = jnp.array([True, False])
     state = jax.tree.map(jnp.copy, state)
     losses = []
     with jax.numpy_dtype_promotion("standard"):  # optax relies on it
         for _ in range(8):
-            state, metrics = step(state, tokens, age, fresh, jnp.float32(1e-2))
+            state, metrics = step(state, tokens, task, age, fresh, jnp.float32(1e-2))
             losses.append(float(metrics["loss"]))
     assert losses[-1] < 0.8 * losses[0]
     np.testing.assert_array_equal(state.cache.lengths, [64, 8 * 64])
@@ -123,3 +124,27 @@ def test_the_parallel_feed_equals_the_plain_one(text_directory):
             np.testing.assert_array_equal(x, y)
         if step >= 2:
             np.testing.assert_array_equal(a.tokens, next(resumed).tokens)
+
+
+def test_answer_metrics_are_sums_by_kind_and_age():
+    rng = np.random.default_rng(0)
+    nll, right = rng.random((3, 50), np.float32), rng.random((3, 50)) < 0.5
+    task = rng.integers(0, 1 + len(tasks.KINDS), (3, 50)).astype(np.int32)
+    age = np.where(task > 0, rng.choice([40, 1023, 1024, 5000, 8192, 16000], (3, 50)), 0).astype(np.int32)
+    of_kind = jax.nn.one_hot(task - 1, len(tasks.KINDS), dtype=jnp.float32)
+    found = train_step.answer_metrics(jnp.asarray(nll), jnp.asarray(right), of_kind, jnp.asarray(age))
+    for kind in range(len(tasks.KINDS)):
+        for group, (first, last) in enumerate(train_step.AGE_GROUPS.values()):
+            chosen = (task == 1 + kind) & (first <= age) & (age <= last)
+            for name, values in (("count", np.ones((3, 50))), ("right", right), ("nll", nll)):
+                np.testing.assert_allclose(found[name][kind, group], values[chosen].sum(), rtol=1e-5)
+
+
+def test_a_run_by_the_clock_ends_in_time(text_directory, tmp_path):
+    run = run_to_end(command(text_directory, tmp_path / "run", "--minutes=0.05"))
+    assert run.returncode == 0, run.stderr
+    facts, *_ = (json.loads(line) for line in (tmp_path / "run" / "results.jsonl").read_text().splitlines())
+    assert facts["steps"] >= 1 and facts["seconds"] < 10
+    log = [json.loads(line) for line in (tmp_path / "run" / "train.jsonl").read_text().splitlines()]
+    assert log[-1]["step"] == facts["steps"]
+    qwen35.from_pretrained(tmp_path / "run" / "model")
