@@ -117,7 +117,7 @@ def _headline(results: Results) -> str:
 def _recall_quality(results: Results) -> str:
     rows = []
     for name in results.methods[1:]:
-        text, recall = (results.one("quality", name, group=group) for group in (TEXT, RECALL))
+        recall = results.one("quality", name, group=RECALL)
         rows.append(
             [
                 name, _difference(recall), report.percent(recall["top1_agreement"], 4), _small(recall["kl"]),

@@ -1,13 +1,13 @@
 """A recall and reasoning suite: which state methods answer what `exact` answers, task by task, and which fail.
 
-    python -m experiments.suite --num_tokens=2048 --num_streams=4                    # minutes on two CPU cores
+    python -m experiments.suite --methods=step-int4 --num_tokens=4096                # minutes on two CPU cores
     python -m experiments.suite --methods=all --num_tokens=16384 --num_streams=8     # on a GPU
     python -m experiments.suite --report_only --output_dir=results/suite             # tables and figures again
 
 Recall streams (`experiments.tasks`: registers, overwritten registers, counters, copies, chains of two hops, and parity as
 a control) are decoded token by token with every method, as in `experiments.accuracy`, and the whole answers are compared
 with those of the fp32 state. The rule of the verdicts is that of `experiments.suite_records`. The model has to have learned
-the tasks: those of checkpoints/ did, a model that did not is told so and not judged. Answers are up to half as old as the
+the tasks; those that it has not are not judged. Answers are up to half as old as the
 streams are long, at most 16,384 tokens.
 
 The folder --output_dir then holds

@@ -8,7 +8,8 @@ The rule, for each task:
 *   A task is *learned* if even the lower end of `exact`'s accuracy is `LEARNED` above the chance of a guess. On another one
     nothing can be lost, so it is not judged, and neither is a control.
 *   A method *fails* if even the upper end of its difference to `exact` is below -`MARGIN`. It *passes* if even the lower end
-    is not. In between the streams are too few to tell: *unclear*.
+    is not. In between it is *unclear*, as it is with fewer than `MIN_STREAMS` streams or `MIN_ANSWERS` answers, of which an
+    interval would promise too much.
 
 A method fails the suite with one failed task, and passes it by passing all that were judged.
 """
@@ -24,6 +25,7 @@ from experiments.lockstep import Lockstep, Progress
 
 MARGIN = 0.05  # of the answers of a task, that a method may lose
 LEARNED = 0.2  # above chance
+MIN_STREAMS, MIN_ANSWERS = 5, 30
 PASS, FAIL, UNCLEAR, NOT_LEARNED, CONTROL = "pass", "fail", "unclear", "not learned", "control"
 
 
@@ -83,6 +85,8 @@ def _verdict(kind: str, found: dict[str, Any]) -> str:
         return CONTROL
     if not found["exact_interval_95"][0] >= tasks.CHANCE[kind] + LEARNED:  # also if there is no interval
         return NOT_LEARNED
+    if found["streams"] < MIN_STREAMS or found["count"] < MIN_ANSWERS:
+        return UNCLEAR
     if is_lost(found):
         return FAIL
     return PASS if found["difference_interval_95"][0] >= -MARGIN else UNCLEAR

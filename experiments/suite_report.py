@@ -8,7 +8,7 @@ import matplotlib.pyplot as plt
 
 from experiments import plots, report, tasks
 from experiments.accuracy_report import Results
-from experiments.suite_records import CONTROL, FAIL, LEARNED, MARGIN, is_lost
+from experiments.suite_records import CONTROL, FAIL, LEARNED, MARGIN, MIN_ANSWERS, MIN_STREAMS, is_lost
 
 _JUDGED = tuple(kind for kind in tasks.KINDS if kind not in tasks.CONTROLS)
 _FEW = 5  # octaves of age with fewer answers than this are not drawn
@@ -39,7 +39,8 @@ def tables(results: Results) -> str:
         f"{results.attention_window} tokens old and so out of the attention's sight. [95 % bootstrap intervals over streams.]",
         "## Verdicts",
         f"A method fails a task if even the upper end of its paired difference to `exact` is below -{100 * MARGIN:g} points, "
-        "and passes if even the lower end is not; in between it is unclear, and more streams would tell. A task that `exact` "
+        "and passes if even the lower end is not; in between, and with fewer than "
+        f"{MIN_ANSWERS} answers or {MIN_STREAMS} streams, it is unclear, and more streams would tell. A task that `exact` "
         f"does not do better than chance by {100 * LEARNED:g} points (lower end) is not learned and not judged; controls "
         "never are. One failed task fails the suite.",
         _verdicts(results),
@@ -120,7 +121,9 @@ def draw_ages(results: Results, path: Path) -> None:
         axis.axhline(100 * tasks.CHANCE[kind], color="0.5", linewidth=0.8)
         axis.set_xscale("log", base=2)
         axis.xaxis.set_major_formatter(plots.tokens_formatter())
-        axis.set(title=_titled(kind), ylim=(-2, 102))
+        axis.set(
+            title=_titled(kind), xlim=(max(1, results.attention_window), results.config["num_tokens"]), ylim=(-2, 102)
+        )
     for axis in axes[-1]:
         axis.set_xlabel("age of the write, tokens")
     for axis in axes[:, 0]:
