@@ -4,8 +4,8 @@
     python -m experiments.accuracy --num_tokens=65536 --num_streams=8 --output_dir=runs/long    # on a GPU
     python -m experiments.accuracy --methods=all,window-int8+smoothing --output_dir=runs/ablation
 
-All streams are read token by token through `qwen35.decode_step`, their state never reset, and every method is compared
-with the fp32 state (`exact`) at each token. Half of the streams are held-out text; the other half has values written into
+All streams are decoded token by token, their state never reset, and every method is compared with the fp32 state (`exact`)
+at each token. Half of the streams are held-out text; the other half has values written into
 it that are asked for up to 16,384 tokens later (at most half a stream), beyond what the model's attention sees, so that
 only the recurrent state can answer.
 
@@ -17,7 +17,8 @@ The folder --output_dir then holds
     run.json        the configuration, and each start of the program
 
 A killed run goes on from its last checkpoint when the same command is given again, and ends with the same numbers. A
-folder with the results of other flags is refused. With windowed attention, memory does not grow with --num_tokens.
+folder with the results of other flags is refused; --report_only makes its tables and figures again. With windowed attention,
+memory does not grow with --num_tokens.
 """
 
 import dataclasses
@@ -69,6 +70,7 @@ class Settings:
         "Of the model's activations and weights. In bfloat16 their own rounding hides small differences of states.",
         choices=("float32", "bfloat16"),
     )
+    report_only: bool = option(False, "Only write the tables and figures of --output_dir again.")
     output_dir: str = option("runs/accuracy", "Folder of this run.")
     checkpoint_seconds: int = option(20, "Shortest time between two checkpoints; 0 saves after every segment.")
     compilation_cache: str = option(
@@ -107,14 +109,21 @@ def chosen_methods(names: Sequence[str]) -> list[lq.Method]:
     return [ablations.get_method(name) for name in dict.fromkeys(expanded)]
 
 
-def prepare(settings: Settings) -> Job:
+def prepare(settings: Settings, *, program: str = "accuracy", with_text: bool = True) -> Job:
     """Checks the settings and loads model and streams; nothing is written or compiled yet.
+
+    Args:
+      settings: The flags.
+      program: Whose run it is.
+      with_text: False for recall streams alone.
 
     Raises:
       ValueError, FileNotFoundError: Whose message names the flag to change.
     """
     methods = chosen_methods(settings.methods)
-    streams = make_streams(settings.num_streams, settings.num_tokens, settings.seed, settings.text_file or None)
+    streams = make_streams(
+        settings.num_streams, settings.num_tokens, settings.seed, settings.text_file or None, with_text=with_text
+    )
     directory = Path(settings.model_dir)
     if not (directory / "config.json").exists():
         raise FileNotFoundError(
@@ -130,7 +139,7 @@ def prepare(settings: Settings) -> Job:
     # Products in full fp32 (no TF32), so that `exact` is exact and methods differ by their states alone.
     model = qwen35.with_config(model, dataclasses.replace(config, matmul_precision="highest"))
     run = {
-        "program": "accuracy", "model": sha256_of_weights(directory), "dtype": settings.dtype,
+        "program": program, "model": sha256_of_weights(directory), "dtype": settings.dtype,
         "methods": [method.name for method in methods], "num_streams": settings.num_streams,
         "num_tokens": settings.num_tokens, "segment": settings.segment, "seed": settings.seed,
         "streams": streams.sha256(), "platform": jax.default_backend(),
@@ -164,6 +173,8 @@ def run(settings: Settings) -> str:
       SystemExit: With one line that says what to change, before anything was computed or written.
     """
     try:
+        if settings.report_only:
+            return write_report(Path(settings.output_dir))
         job = prepare(settings)
         directory = RunDirectory.open(settings.output_dir, job.config)
     except (ValueError, FileNotFoundError) as error:
@@ -175,7 +186,11 @@ def run(settings: Settings) -> str:
 
 
 def write_report(directory: Path) -> str:
-    """Writes table.md and the figures of a folder with a results.jsonl; returns the tables."""
+    """Writes table.md and the figures of a folder with a results.jsonl; returns the tables.
+
+    Raises:
+      FileNotFoundError: If there is no results.jsonl.
+    """
     results = accuracy_report.Results.read(directory)
     text = accuracy_report.tables(results)
     report.write_text(directory / "table.md", text)

@@ -8,7 +8,6 @@ import numpy as np
 
 from experiments import metrics, tally, tasks
 from experiments.lockstep import Lockstep, Progress
-from experiments.streams import RECALL, TEXT
 from experiments.tally import Tally
 
 
@@ -28,6 +27,7 @@ def records(lockstep: Lockstep, progress: Progress) -> list[dict[str, Any]]:
     return [*result, *_additions(lockstep, progress, layers)]
 
 
+NAMED_POSITIONS = (1024, 4096, 16384, 65536)  # at which each layer is reported, and the end
 # Each part of LeapQuant added to what it is compared with.
 _ADDITIONS = (
     ("step-int8", "window-int8"),
@@ -60,7 +60,7 @@ def _additions(lockstep: Lockstep, progress: Progress, layers: Sequence[int]) ->
 def _quality(one: Tally, exact: Tally, lockstep: Lockstep) -> Iterable[dict[str, Any]]:
     """Likelihood, divergence and agreement for each group of streams, in all and by octave of position."""
     counts = tally.tokens_per_octave(lockstep.streams.tokens.shape[1])
-    for group in (TEXT, RECALL):
+    for group in dict.fromkeys(lockstep.streams.groups):
         rows = lockstep.streams.of_group(group)
         nll, truth, kl = (x[rows].sum(axis=1) / counts.sum() for x in (one.nll, exact.nll, one.kl))
         low, high = metrics.bootstrap_interval(nll - truth)
@@ -71,6 +71,7 @@ def _quality(one: Tally, exact: Tally, lockstep: Lockstep) -> Iterable[dict[str,
             "nll": nll.mean(), "nll_difference": (nll - truth).mean(), "interval_95": [low, high], "kl": kl.mean(),
             "top1_agreement": one.agreements[rows].sum() / (rows.sum() * counts.sum()),
             "first_divergence_median": float(np.median(parted)),
+            "first_divergence_interval_95": metrics.median_interval(parted),
         }  # fmt: skip
         for value in range(len(counts)):
             per_stream = (one.nll - exact.nll)[rows, value] / counts[value]
@@ -112,16 +113,15 @@ def _state_errors(one: Tally, layers: Sequence[int], measure_at: Sequence[int]) 
             "worst_layer": {"layer": layers[worst_layer], "error": heads[worst_layer].mean()},
             "worst_head": {"layer": layers[layer], "head": head, "error": heads[layer, head]},
         }  # fmt: skip
-        if position in (1024, 4096, 16384, measure_at[-1]):
+        if position in (*NAMED_POSITIONS, measure_at[-1]):
             for number, row in zip(layers, heads, strict=True):
                 worst = int(np.argmax(np.nan_to_num(row, nan=np.inf)))
                 yield {
                     "measure": "state_error_by_layer", "position": position, "layer": number,
                     "median": np.median(row), "worst_head": worst, "worst": row[worst], "heads": row,
                 }  # fmt: skip
-    last = one.state_errors[-1].mean(axis=1, dtype=np.float64)
-    for layer, head, times in metrics.bad_heads(last):
-        yield {
-            "measure": "bad_head", "position": measure_at[-1], "layer": layers[layer], "head": head,
-            "error": last[layer, head], "times_median": times,
-        }  # fmt: skip
+            for layer, head, times in metrics.bad_heads(heads):
+                yield {
+                    "measure": "bad_head", "position": position, "layer": layers[layer], "head": head,
+                    "error": heads[layer, head], "times_median": times,
+                }  # fmt: skip

@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any, Self
 
 from experiments import report
+from experiments.accuracy_records import NAMED_POSITIONS
 from experiments.streams import RECALL, TEXT
 
 # Kinds whose answer is a value written at a known time: those of the tables. The others are in the records.
 VALUES = {"register": "written once", "overwritten": "overwritten"}
+_FIRST_POSITION = 64  # octaves of position before it have too few tokens for a table
+_MOST_BAD_HEADS = 5  # named per method; all are in the records
 
 
 class Results:
@@ -22,8 +25,17 @@ class Results:
 
     @classmethod
     def read(cls, directory: Path) -> Self:
-        """Those of a run's folder."""
-        return cls(report.read_jsonl(directory / "results.jsonl"))
+        """Those of a run's folder.
+
+        Raises:
+          FileNotFoundError: If the run has not ended.
+        """
+        file = directory / "results.jsonl"
+        if not file.exists():
+            raise FileNotFoundError(
+                f"there is no {file}: run without --report_only first, or give another --output_dir"
+            )
+        return cls(report.read_jsonl(file))
 
     def find(self, measure: str, method: str, **fields: Any) -> list[dict]:
         """Records with this measure, method and field values, in the order of the file."""
@@ -57,12 +69,22 @@ def tables(results: Results) -> str:
     ]
     if len(results.methods) > 1:
         parts += [
-            "## On the recall streams, and where the most probable token first differs (median of streams)",
+            "## On the recall streams",
             _recall_quality(results),
+            "## Where the most probable token first differs from that of `exact`",
+            "Token, median over the streams with its 95 % bootstrap interval.",
+            _first_divergence(results),
+            "## NLL by position, as difference to `exact`",
+            "Nats per byte; bold where the 95 % bootstrap interval over streams excludes 0. Nearer to the start, and the "
+            "intervals: results.jsonl.",
+            *(_nll_by_position(results, group) for group in (TEXT, RECALL)),
             "## State error",
             _states(results),
             _bad_heads(results),
             _ordering(results),
+            "## State error of each layer",
+            "Median head / worst head of the layer, each the mean over streams.",
+            _layers(results),
         ]
     parts += [
         "## Recall by age of the write, in tokens",
@@ -95,20 +117,44 @@ def _headline(results: Results) -> str:
 def _recall_quality(results: Results) -> str:
     rows = []
     for name in results.methods[1:]:
-        text, recall = (results.one("quality", name, group=group) for group in (TEXT, RECALL))
+        recall = results.one("quality", name, group=RECALL)
         rows.append(
             [
                 name, _difference(recall), report.percent(recall["top1_agreement"], 4), _small(recall["kl"]),
-                _position(text["first_divergence_median"]), _position(recall["first_divergence_median"]),
             ]
         )  # fmt: skip
-    headers = ["method", "NLL difference", "top-1 same", "KL", "differs at, text", "differs at, recall"]
-    return report.markdown_table(headers, rows)
+    return report.markdown_table(["method", "NLL difference", "top-1 same", "KL"], rows)
+
+
+def _first_divergence(results: Results) -> str:
+    def cell(record: dict) -> str:
+        low, high = (_position(x) for x in record["first_divergence_interval_95"])
+        return f"{_position(record['first_divergence_median'])} [{low}, {high}]"
+
+    rows = [
+        [name, *(cell(results.one("quality", name, group=group)) for group in (TEXT, RECALL))]
+        for name in results.methods[1:]
+    ]
+    return report.markdown_table(["method", "text", "recall"], rows)
+
+
+def _nll_by_position(results: Results, group: str) -> str:
+    def cell(record: dict) -> str:
+        value, (low, high) = float(record["nll_difference"]), (float(x) for x in record["interval_95"])
+        return f"**{value:+.4f}**" if low > 0 or high < 0 else f"{value:+.4f}"
+
+    def shown(name: str) -> list[dict]:
+        found = results.find("quality_by_position", name, group=group)
+        return [r for r in found if r["min_position"] >= _FIRST_POSITION]
+
+    first = [f"{r['min_position']:,} to {2 * r['min_position'] - 1:,}" for r in shown("exact")]
+    rows = [[name, *map(cell, shown(name))] for name in results.methods[1:]]
+    return report.markdown_table([group, *first], rows)
 
 
 def _states(results: Results) -> str:
     measured = [r["position"] for r in results.find("state_error", "exact")]
-    shown = [p for p in measured[:-1] if p in (1024, 4096, 16384, 65536)] + measured[-1:]
+    shown = [p for p in measured[:-1] if p in NAMED_POSITIONS] + measured[-1:]
     rows = []
     for name in results.methods[1:]:
         found = {r["position"]: r for r in results.find("state_error", name)}
@@ -126,12 +172,46 @@ def _states(results: Results) -> str:
 
 def _bad_heads(results: Results) -> str:
     lines = [
-        f"- {name}: layer {r['layer']} head {r['head']} is at {report.percent(r['error'])}, "
-        f"{float(r['times_median']):.0f} times the median head"
+        f"- {name}: layer {r['layer']} head {r['head']} is at {report.percent(r['error'])} after {r['position']:,} tokens, "
+        f"{float(r['times_median']):.0f} times the median head of its layer"
         for name in results.methods
-        for r in results.find("bad_head", name)[:3]
+        for r in _worst_bad_heads(results, name)
     ]
-    return "Heads that the mean hides:\n\n" + "\n".join(lines) if lines else ""
+    return (
+        "**Bad heads**, far above the rest of their layer, which its mean hides:\n\n" + "\n".join(lines)
+        if lines
+        else ""
+    )
+
+
+def _worst_bad_heads(results: Results, name: str) -> list[dict]:
+    """The worst few of them, each at the position where it is worst."""
+    by_head: dict[tuple[int, int], dict] = {}
+    for r in sorted(results.find("bad_head", name), key=_badness, reverse=True):
+        by_head.setdefault((r["layer"], r["head"]), r)
+    return list(by_head.values())[:_MOST_BAD_HEADS]
+
+
+def _badness(record: dict) -> float:
+    error = float(record["error"])
+    return error if math.isfinite(error) else math.inf
+
+
+def _layers(results: Results) -> str:
+    rows, positions = [], list(dict.fromkeys(r["position"] for r in results.find("state_error_by_layer", "exact")))
+    for name in results.methods[1:]:
+        found = {(r["layer"], r["position"]): r for r in results.find("state_error_by_layer", name)}
+        for layer in dict.fromkeys(layer for layer, _ in found):
+            cells = (found[layer, position] for position in positions)
+            last = found[layer, positions[-1]]
+            rows.append(
+                [
+                    name, str(layer),
+                    *(f"{report.percent(r['median'])} / {report.percent(r['worst'])}" for r in cells), str(last["worst_head"]),
+                ]
+            )  # fmt: skip
+    headers = ["method", "layer", *(f"at {p:,}" for p in positions), "worst is head"]
+    return report.markdown_table(headers, rows, left=2)
 
 
 def _ordering(results: Results) -> str:

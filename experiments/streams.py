@@ -36,7 +36,10 @@ class Streams:
         return hashlib.sha256(np.ascontiguousarray(self.tokens, np.int32).tobytes()).hexdigest()
 
 
-def make_streams(num_streams: int, num_tokens: int, seed: int, text_file: str | os.PathLike | None = None) -> Streams:
+def make_streams(
+    num_streams: int, num_tokens: int, seed: int, text_file: str | os.PathLike | None = None,
+    *, with_text: bool = True,
+) -> Streams:  # fmt: skip
     """Makes `num_streams` text streams and as many recall streams.
 
     Args:
@@ -44,6 +47,7 @@ def make_streams(num_streams: int, num_tokens: int, seed: int, text_file: str | 
       num_tokens: Length of every stream.
       seed: Chooses text and tasks.
       text_file: Bytes to use in place of the committed held-out text.
+      with_text: False leaves the text streams out.
 
     Raises:
       ValueError: If the streams would be empty or too short, or longer than the text.
@@ -67,11 +71,12 @@ def make_streams(num_streams: int, num_tokens: int, seed: int, text_file: str | 
                 f"--text_file {path} is too short: it has {len(text) - 1:,} bytes of text for streams of "
                 f"{num_tokens:,} tokens; give a longer text or a smaller --num_tokens"
             )
+    max_age = min(_OLDEST, max(_YOUNGEST, num_tokens // 2))  # both ends of many an answer have to fit in
+    recall = tasks.recall_streams(num_streams, num_tokens, seed, text=text, min_age=_YOUNGEST, max_age=max_age)
+    if not with_text:
+        return Streams(recall.tokens, (RECALL,) * num_streams, recall.answers)
     spans = corpus.text_spans(text, num_streams, num_tokens - 1, seed)
     begin = np.full((num_streams, 1), corpus.BOS, np.int32)
     plain = np.concatenate([begin, corpus.to_tokens(spans)], axis=1)
-    max_age = min(_OLDEST, max(_YOUNGEST, num_tokens // 2))  # both ends of many an answer have to fit in
-    recall = tasks.recall_streams(num_streams, num_tokens, seed, text=text, min_age=_YOUNGEST, max_age=max_age)
     answers = dataclasses.replace(recall.answers, stream=recall.answers.stream + num_streams)
-    groups = (TEXT,) * num_streams + (RECALL,) * num_streams
-    return Streams(np.concatenate([plain, recall.tokens]), groups, answers)
+    return Streams(np.concatenate([plain, recall.tokens]), (TEXT,) * num_streams + (RECALL,) * num_streams, answers)
