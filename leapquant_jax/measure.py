@@ -1,0 +1,79 @@
+"""How far a config strays from the exact recurrence on a trace: errors of states and outputs, head by head."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from leapquant_jax import transitions as leap
+from leapquant_jax.config import LeapConfig
+from leapquant_jax.exact import exact_decode
+from leapquant_jax.trace import Trace
+
+SEGMENT = 64  # tokens between two comparisons of the states
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadErrors:
+    """Relative errors of one config against the exact recurrence; fp64 [B, H], B the rows of the trace.
+
+    Attributes:
+      output: sqrt(sum_t |o^_t - o_t|^2 / sum_t |o_t|^2).
+      state: ||S^ - S|| / ||S||, root mean square over the ends of segments of `SEGMENT` tokens.
+      final: ||S^ - S|| / ||S|| at the end of the last segment.
+    """
+
+    output: np.ndarray
+    state: np.ndarray
+    final: np.ndarray
+
+
+def head_errors(config: LeapConfig, trace: Trace) -> HeadErrors:
+    """Decodes a trace token by token with a low-bit state and with the exact one, side by side.
+
+    Both start from `trace.dense`, which the config rounds once. Tokens after the last whole segment are left out (of
+    4,095 tokens 63): a second program for them would double the time to compile, which is most of the time.
+
+    Args:
+      config: how the state is stored.
+      trace: the inputs.
+    """
+    output, states = _replay(config, dataclasses.replace(trace, layer=0))  # so that layers share one program
+    states = np.asarray(states, np.float64)
+    return HeadErrors(np.asarray(output, np.float64) ** 0.5, np.sqrt((states**2).mean(axis=0)), states[-1])
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _replay(config: LeapConfig, trace: Trace) -> tuple[Array, Array]:
+    """(squared relative output error [B, H], relative state error [segments, B, H])."""
+
+    def advance(carry: Any, tokens: tuple[Array, ...]) -> tuple[Any, Array]:
+        state, dense, noise, power = carry
+        state, outs = leap.decode(config, state, *tokens)
+        dense, truth = exact_decode(dense, *tokens)
+        noise += jnp.sum((outs - truth) ** 2, axis=(1, 3))
+        power += jnp.sum(truth**2, axis=(1, 3))
+        distance, size = (jnp.linalg.norm(x, axis=(-2, -1)) for x in (leap.dense_state(config, state) - dense, dense))
+        return (state, dense, noise, power), _ratio(distance, size)
+
+    state = leap.init_state(config, dense=trace.dense, **trace.sizes)
+    zeros = jnp.zeros(trace.dense.shape[:2], jnp.float32)
+    segment = min(SEGMENT, trace.q.shape[1])
+    segments = tuple(_segments(x, segment) for x in trace.tokens)
+    (*_, noise, power), errors = jax.lax.scan(advance, (state, trace.dense, zeros, zeros), segments)
+    return _ratio(noise, power), errors
+
+
+def _segments(x: Array, segment: int) -> Array:
+    """[B, T, ...] -> [T // segment, B, segment, ...]."""
+    whole = x.shape[1] // segment
+    return jnp.moveaxis(x[:, : whole * segment].reshape(x.shape[0], whole, segment, *x.shape[2:]), 1, 0)
+
+
+def _ratio(error: Array, size: Array) -> Array:
+    """error / size; 0 where the error is 0, so that a head that is never written is perfect."""
+    return jnp.where(error == jnp.float32(0), error, error / size)
