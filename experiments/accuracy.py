@@ -130,7 +130,7 @@ def prepare(settings: Settings) -> Job:
     # Products in full fp32 (no TF32), so that `exact` is exact and methods differ by their states alone.
     model = qwen35.with_config(model, dataclasses.replace(config, matmul_precision="highest"))
     run = {
-        "program": "accuracy", "model": _sha256_of_weights(directory), "dtype": settings.dtype,
+        "program": "accuracy", "model": sha256_of_weights(directory), "dtype": settings.dtype,
         "methods": [method.name for method in methods], "num_streams": settings.num_streams,
         "num_tokens": settings.num_tokens, "segment": settings.segment, "seed": settings.seed,
         "streams": streams.sha256(), "platform": jax.default_backend(),
@@ -204,7 +204,8 @@ def keep_compiled_programs(directory: Path) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
-def _sha256_of_weights(directory: Path) -> str:
+def sha256_of_weights(directory: Path) -> str:
+    """Of a model's files: two runs with the same sum had the same model."""
     digest = hashlib.sha256()
     for path in sorted(directory.glob("*.safetensors")):
         with path.open("rb") as file:

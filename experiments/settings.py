@@ -26,7 +26,7 @@ def option(default: Any, help: str, *, choices: Sequence[str] = ()) -> Any:
     """A field of a settings dataclass.
 
     Args:
-      default: An int, float, str, or tuple of str (a comma-separated flag); says what type the flag has.
+      default: A bool, int, float, str, or tuple of str (a comma-separated flag); says what type the flag has.
       help: One line.
       choices: Allowed values of a str.
     """
@@ -42,6 +42,8 @@ def define_flags(settings: type) -> None:
             flags.DEFINE_enum(name, default, choices, text)
         elif isinstance(default, tuple):
             flags.DEFINE_list(name, list(default), text)
+        elif isinstance(default, bool):
+            flags.DEFINE_bool(name, default, text)
         elif isinstance(default, int):
             flags.DEFINE_integer(name, default, text)
         elif isinstance(default, float):

@@ -109,6 +109,32 @@ def slow_head(
     )
 
 
+LONG_KINDS = ("0.999", "0.9999", "0.99999", "0.9999, biased", "never forgets", "stops", "stops, then fades")
+
+
+def long_heads(length: int, seed: int, *, key_dim: int = 128, value_dim: int = 128, stop: int = 1024) -> Tokens:
+    """Heads on which rounding noise may grow for ever, one of each of `LONG_KINDS`, as rows.
+
+    The numbers are decays per token under weak writes of white keys and values ("biased": with a few strong directions);
+    "never forgets" has decay 1. The last two are written for `stop` tokens and then never again: one keeps its state as it
+    is, the other forgets it by 0.001 % per token.
+    """
+    rng = np.random.default_rng([seed, 79])
+    decays = {"never forgets": 1.0, "stops": 1.0, "stops, then fades": 0.99999}
+    columns = []
+    for kind in LONG_KINDS:
+        q, k = rng.standard_normal((2, length, key_dim))
+        v, beta = rng.standard_normal((length, value_dim)), rng.uniform(0.02, 0.06, length)
+        if kind.endswith("biased"):
+            k[:, :2] += 2.5
+            v[:, :2] += 3.0
+        if kind.startswith("stops"):
+            beta[stop:] = 0
+        decay = decays[kind] if kind in decays else float(kind.split(",")[0])
+        columns.append((q, k, v, np.full(length, np.log(decay)), beta))
+    return _as_tokens(*(np.stack(column) for column in zip(*columns, strict=True)))
+
+
 def _as_tokens(q: np.ndarray, k: np.ndarray, v: np.ndarray, g: np.ndarray, beta: np.ndarray) -> Tokens:
     """[B, T, ...] in float64, not normalised -> what a method takes, with one head per row."""
     q = q / np.linalg.norm(q, axis=-1, keepdims=True) * q.shape[-1] ** -0.5

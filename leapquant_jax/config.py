@@ -28,7 +28,8 @@ class LeapConfig:
       record_dtype: of the ring's keys and corrections. fp16 is 6-8 times more accurate than bf16 at the same bytes;
         each record carries a power-of-two scale, so its range is not limited.
       compensator_dtype: of the compensators.
-      fit: "subspace" (warm-started from the previous window's compensators) or "svd" (the exact oracle, slow).
+      fit: "subspace" (warm-started from the previous window's compensators), "svd" (the exact oracle, slow) or "cold"
+        (subspace iterations from the same fixed directions at every fold: what the warm start is worth).
       fit_iterations: subspace iterations per fold.
       refit_gain: a fold keeps a head's previous compensators, decayed, unless new ones leave at least this share less
         residual energy; 0 refits every time, as the paper does. In a head that hardly changes the residual sits on its
@@ -49,7 +50,7 @@ class LeapConfig:
     smoothing: float = 0.5
     record_dtype: Float = "float16"
     compensator_dtype: Float = "float16"
-    fit: Literal["subspace", "svd"] = "subspace"
+    fit: Literal["subspace", "svd", "cold"] = "subspace"
     fit_iterations: int = 1
     refit_gain: float = 0.02
     rotation: Literal["hadamard"] | None = None
@@ -79,7 +80,7 @@ class LeapConfig:
         if not 0.0 <= self.refit_gain < 1.0:
             raise ValueError(f"refit_gain is a share of the residual energy in [0, 1), got {self.refit_gain}")
         for name, allowed in (
-            ("record_dtype", FLOATS), ("compensator_dtype", FLOATS), ("fit", ("subspace", "svd")),
+            ("record_dtype", FLOATS), ("compensator_dtype", FLOATS), ("fit", ("subspace", "svd", "cold")),
             ("rotation", (None, "hadamard")), ("clip", (None, "mse")), ("boundary_dtype", (None, *FLOATS)),
         ):  # fmt: skip
             value = getattr(self, name)

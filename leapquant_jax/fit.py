@@ -37,7 +37,7 @@ def fit_compensators(
       dense: [..., K, V] fp32 state.
       previous_values: value factors of the previous window, [..., R, V], or None for a cold start.
       rank: R >= 1.
-      method: "subspace" or "svd".
+      method: "subspace" ("cold" is the same from zero previous values) or "svd".
       iterations: subspace iterations (two products with the state each, and one at the end). Leaving that last product
         out would cost 17-55 % more residual on fast and low-rank heads.
       dtype: in which the factors are stored; the norm of each part is split evenly over its two factors, which keeps

@@ -37,8 +37,11 @@ def compress(config: LeapConfig, state: LeapState, dense: Array, *, warm: bool =
         return dataclasses.replace(state, codes=codes, position=position)
     keys = values = None
     if config.rank:
+        previous = state.compensator_values if warm else None
+        if previous is not None and config.fit == "cold":
+            previous = jnp.zeros_like(previous)
         keys, values = fit_compensators(
-            dense, state.compensator_values if warm else None, rank=config.rank, method=config.fit,
+            dense, previous, rank=config.rank, method=config.fit,
             iterations=config.fit_iterations, dtype=config.compensator_dtype,
         )  # fmt: skip
         residual = _subtract(dense, keys, values)
