@@ -28,7 +28,6 @@ from absl import app, logging
 import leapquant_jax as lq
 from experiments import ablate_report, ablation_axes, accuracy, items, playback, report, toy_heads, traces
 from experiments.ablation_axes import AXES
-from experiments.replay import short
 from experiments.run_directory import RunDirectory
 from experiments.settings import define_flags, from_flags, option
 from experiments.traces import Row, TraceBatch
@@ -87,7 +86,13 @@ def run(settings: Settings) -> str:
     if settings.long_tokens:
         found += measure_long(directory.path, ablation_axes.long_methods(), settings.long_tokens, settings.seed)
     named = [
-        {"measure": "point", "axis": p.axis, "labels": p.labels, "name": p.method.name, "against": p.against and p.against.name}
+        {
+            "measure": "point",
+            "axis": p.axis,
+            "labels": p.labels,
+            "name": p.method.name,
+            "against": p.against and p.against.name,
+        }
         for p in points
     ]
     rows = {
@@ -109,7 +114,7 @@ def measure(directory: Path, points: Sequence[ablation_axes.Point], batch: Trace
         return [
             {
                 "measure": "errors", "name": method.name, **_bytes(method, played, batch),
-                "state_error": short(played.errors.state[-1]), "output_error": short(played.output_error),
+                "state_error": report.significant(played.errors.state[-1]), "output_error": report.significant(played.output_error),
             }
         ]  # fmt: skip
 
@@ -123,7 +128,9 @@ def measure_long(directory: Path, methods: Sequence[lq.Method], length: int, see
     """State errors of heads that hardly forget, over position: the heads of one request."""
     tokens = [np.moveaxis(np.asarray(x), (0, 2), (2, 0)) for x in toy_heads.long_heads(length, seed)]
     dense = np.zeros((1, tokens[0].shape[2], tokens[1].shape[-1], tokens[2].shape[-1]), np.float32)
-    batch = TraceBatch.stack([Row(0, "synthetic")], [lq.Trace(*map(jax.numpy.asarray, tokens), dense=jax.numpy.asarray(dense))])
+    batch = TraceBatch.stack(
+        [Row(0, "synthetic")], [lq.Trace(*map(jax.numpy.asarray, tokens), dense=jax.numpy.asarray(dense))]
+    )
     expected = playback.expectations(batch, 4 * _BLOCK)
 
     def errors(method: lq.Method) -> items.Records:
@@ -131,7 +138,7 @@ def measure_long(directory: Path, methods: Sequence[lq.Method], length: int, see
         return [
             {
                 "measure": "long", "name": method.name, **_bytes(method, played, batch), "heads": toy_heads.LONG_KINDS,
-                "positions": played.positions, "state_error": short(played.errors.state[:, 0]),
+                "positions": played.positions, "state_error": report.significant(played.errors.state[:, 0]),
             }
         ]  # fmt: skip
 

@@ -8,7 +8,9 @@ ABLATIONS: dict[str, lq.LeapConfig] = {
     "leapquant-int8-svd": lq.LeapConfig(bits=8, rank=4, fit="svd"),
     "leapquant-int8-bf16-records": lq.LeapConfig(bits=8, record_dtype="bfloat16", compensator_dtype="bfloat16"),
     "leapquant-int8-hadamard": lq.LeapConfig(bits=8, rank=4, rotation="hadamard", clip="mse"),
+    "leapquant-int6-no-clip": lq.LeapConfig(bits=6, rank=6),
     "leapquant-int4-no-clip": lq.LeapConfig(bits=4, rank=6),
+    "leapquant-int4-clip": lq.LeapConfig(bits=4, rank=6, clip="mse"),
     "window-fp32": lq.LeapConfig(bits=None, boundary_dtype="float32", rank=0, smoothing=0),
 }
 

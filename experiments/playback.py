@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from numpy.typing import ArrayLike
 
 import leapquant_jax as lq
 from experiments.traces import Block, TraceBatch
@@ -149,7 +150,7 @@ def play(
     return Playback(positions, stack(*errors), stack(*probes), state)
 
 
-def _root_ratio(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
+def _root_ratio(part: ArrayLike, whole: ArrayLike) -> np.ndarray:
     part, whole = np.asarray(part, np.float64), np.asarray(whole, np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(part == 0, 0.0, np.sqrt(part / whole))

@@ -32,7 +32,7 @@ def fold_probe(config: lq.LeapConfig, state: lq.LeapState) -> dict[str, Array]:
     found = {
         "energy_gain": jnp.where(energy > jnp.float32(0), new_energy / energy - jnp.float32(1), jnp.float32(0)),
         "rounding_error": jnp.where(energy > jnp.float32(0), jnp.sqrt(lost / energy), jnp.float32(0)),
-        "half_step": _half_step(config, folded, before, after),
+        "half_step": half_step_share(config, folded, before, after),
     }
     holds = (state.position > 0)[:, None]
     return {name: jnp.where(holds, x, jnp.float32(jnp.nan)) for name, x in found.items()}
@@ -67,21 +67,17 @@ def parts_left(config: lq.LeapConfig, folded: lq.LeapState, dense: Array) -> dic
     return left
 
 
-def byte_check(method: lq.Method, state: Any) -> tuple[int, int]:
-    """(bytes that the method claims, bytes of the live buffers)."""
-    return method.state_bytes(state)["total"], sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+def half_step_share(config: lq.LeapConfig, folded: lq.LeapState, before: Array, after: Array) -> Array:
+    """The largest rounding error over the allowed one; see `fold_probe`.
 
+    Args:
+      config: Of the state.
+      folded: The state after a fold.
+      before, after: [B, H, K, V], the dense states that went into the fold and came out of it.
 
-def _residual(folded: lq.LeapState, dense: Array) -> Array:
-    """R = S - sum_r k~_r u~_r^T against the factors as stored (eq. 5)."""
-    if folded.compensator_keys is None or folded.compensator_values is None:
-        return dense
-    keys, values = (x.astype(jnp.float32) for x in (folded.compensator_keys, folded.compensator_values))
-    return dense - jnp.einsum("bhrk,bhrv->bhkv", keys, values, precision=HIGHEST)
-
-
-def _half_step(config: lq.LeapConfig, folded: lq.LeapState, before: Array, after: Array) -> Array:
-    """The largest rounding error over the allowed one, per head."""
+    Returns:
+      fp32 [B, H].
+    """
     # The fold and this check sum in different orders: fp32 noise of the state itself, before compensators are taken out.
     noise = jnp.float32(1e-6) * jnp.max(jnp.abs(before), axis=(-2, -1), keepdims=True) + jnp.float32(1e-30)
     if folded.column_scales is None:
@@ -99,6 +95,19 @@ def _half_step(config: lq.LeapConfig, folded: lq.LeapState, before: Array, after
         integers = jnp.swapaxes(unpack(folded.codes, config.bits or 8, folded.key_dim), -1, -2)
         share = jnp.where(jnp.abs(integers) < config.largest_code, share, jnp.float32(0))
     return jnp.max(share, axis=(-2, -1))
+
+
+def byte_check(method: lq.Method, state: Any) -> tuple[int, int]:
+    """(bytes that the method claims, bytes of the live buffers)."""
+    return method.state_bytes(state)["total"], sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+
+
+def _residual(folded: lq.LeapState, dense: Array) -> Array:
+    """R = S - sum_r k~_r u~_r^T against the factors as stored (eq. 5)."""
+    if folded.compensator_keys is None or folded.compensator_values is None:
+        return dense
+    keys, values = (x.astype(jnp.float32) for x in (folded.compensator_keys, folded.compensator_values))
+    return dense - jnp.einsum("bhrk,bhrv->bhkv", keys, values, precision=HIGHEST)
 
 
 def _energy(dense: Array) -> Array:

@@ -8,14 +8,13 @@ from pathlib import Path
 import numpy as np
 
 from experiments import corpus, tasks
-from models import qwen35
 
 KINDS = ("prose", "code", "recall")
 _BYTES_PER_TOKEN = 8  # more than any tokenizer packs into a token of such text, on average
 
 
 def make_prompts(
-    kinds: tuple[str, ...], num_tokens: int, *, config: qwen35.Config, model_dir: str | os.PathLike, seed: int = 0
+    kinds: tuple[str, ...], num_tokens: int, *, vocab_size: int, model_dir: str | os.PathLike, seed: int = 0
 ) -> np.ndarray:
     """The first `num_tokens` tokens of a prompt of each kind: int32 [N, T].
 
@@ -30,9 +29,9 @@ def make_prompts(
     tokenizer_file = Path(model_dir) / "tokenizer.json"
     if tokenizer_file.exists():
         return np.stack([_tokenized(_text(kind, num_tokens, seed), tokenizer_file, num_tokens) for kind in kinds])
-    if config.vocab_size < corpus.VOCAB_SIZE:
+    if vocab_size < corpus.VOCAB_SIZE:
         raise ValueError(
-            f"--model_dir {model_dir} has a vocabulary of {config.vocab_size} and no tokenizer.json: bytes as tokens "
+            f"--model_dir {model_dir} has a vocabulary of {vocab_size} and no tokenizer.json: bytes as tokens "
             f"need {corpus.VOCAB_SIZE}"
         )
     return np.stack([_byte_tokens(kind, num_tokens, seed) for kind in kinds])

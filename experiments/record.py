@@ -94,8 +94,8 @@ def run(settings: Settings) -> list[Path]:
     model = qwen35.with_config(model, config)
     layers, heads = chosen_layers(settings.layers, config), chosen_key_heads(settings.key_heads, config)
     tokens = prompts.make_prompts(
-        settings.prompts, settings.skip_tokens + settings.num_tokens, config=config, model_dir=directory,
-        seed=settings.seed,
+        settings.prompts, settings.skip_tokens + settings.num_tokens, vocab_size=config.vocab_size,
+        model_dir=directory, seed=settings.seed,
     )  # fmt: skip
     options = {
         name: value for name, value in dataclasses.asdict(settings).items() if name not in ("model_dir", "output_dir")

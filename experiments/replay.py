@@ -27,6 +27,7 @@ import jax
 import numpy as np
 from absl import app, logging
 from jax import Array
+from numpy.typing import ArrayLike
 
 import leapquant_jax as lq
 from experiments import ablations, accuracy, items, metrics, playback, probes, replay_report, report, traces
@@ -132,8 +133,9 @@ def checks(method: lq.Method, played: Playback) -> Iterator[dict[str, Any]]:
         yield check("half step", _largest(played.probes["half_step"]), 1.001)
 
 
-def _largest(values: np.ndarray) -> float:
+def _largest(measured: ArrayLike) -> float:
     """The largest of what was measured; NaN stands where there was nothing to measure."""
+    values = np.asarray(measured)
     values = values[~np.isnan(values)]
     return float(values.max()) if values.size else 0.0
 
@@ -156,19 +158,14 @@ def _traces(played: Playback, batch: TraceBatch, flat: dict[str, Array]) -> Iter
     for row, (layer, prompt) in enumerate(batch.rows):
         yield {
             "measure": "trace", "layer": layer, "prompt": prompt, "tokens": int(batch.lengths[row]),
-            "state_error": short(played.errors.state[-1, row]), "output_error": short(overall[row]),
+            "state_error": report.significant(played.errors.state[-1, row]), "output_error": report.significant(overall[row]),
             "positions": [ends[i] for i in shown],
-            "state_error_by_position": short(played.errors.state[shown, row]),
-            "output_error_by_position": short(by_block[shown, row]),
-            **{f"{name}_per_fold": short(np.nanmean(values[:, row], axis=0)) for name, values in played.probes.items()
+            "state_error_by_position": report.significant(played.errors.state[shown, row]),
+            "output_error_by_position": report.significant(by_block[shown, row]),
+            **{f"{name}_per_fold": report.significant(np.nanmean(values[:, row], axis=0)) for name, values in played.probes.items()
                if name != "half_step" and not np.isnan(values[:, row]).all()},
-            "peak_over_median": {name: short(np.asarray(values)[row]) for name, values in flat.items()},
+            "peak_over_median": {name: report.significant(np.asarray(values)[row]) for name, values in flat.items()},
         }  # fmt: skip
-
-
-def short(values: np.ndarray) -> Any:
-    """Four significant digits: what is worth committing."""
-    return np.vectorize(lambda x: float(f"{x:.4g}"), otypes=[float])(np.asarray(values, np.float64))
 
 
 def main(argv: Sequence[str]) -> None:

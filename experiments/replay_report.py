@@ -1,7 +1,6 @@
 """Tables and figures of a replay, from the records in its results.jsonl alone."""
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +68,10 @@ def write(directory: Path) -> str:
     ]
     text = "\n\n".join(part for part in parts if part) + "\n"
     report.write_text(directory / "table.md", text)
-    if runs:
-        _curves(runs, directory / "error_by_position.png")
-        _heads(runs, directory / "heads.png")
+    drawn = [run for run in runs if run.array("state_error").any()]
+    if drawn:
+        _curves(drawn, directory / "error_by_position.png")
+        _heads(drawn, directory / "heads.png")
     return text
 
 
@@ -151,7 +151,7 @@ def _curves(runs: list[Run], path: Path) -> None:
                 found = [t for t in run.records["trace"] if t["layer"] == layer]
                 length = min(len(t["positions"]) for t in found)
                 errors = np.mean([_floats(t[field])[:length] for t in found], axis=(0, 2))
-                if run.name != "exact" and (errors > 0).any():
+                if (errors > 0).any():
                     axis.plot(found[0]["positions"][:length], 100 * errors, **plots.style(run.name))
             axis.set(xscale="log", yscale="log")
             axis.set_xscale("log", base=2)
@@ -173,12 +173,10 @@ def _heads(runs: list[Run], path: Path) -> None:
     layers = [traces[i]["layer"] for i in order]
     heads = runs[0].array("state_error").shape[1]
     figure, axis = plt.subplots(figsize=(11, 4.2))
-    marks: Callable[[int], Any] = lambda i: "osv^D"[i % 5]  # noqa: E731
     for index, run in enumerate(runs):
         errors = 100 * run.array("state_error")[order].reshape(-1)
-        look = plots.style(run.name) | {"linestyle": "none", "marker": marks(index)}
-        if run.name != "exact" and (errors > 0).any():
-            axis.plot(np.arange(errors.size), np.minimum(errors, _DIVERGED), **look)
+        look: dict[str, Any] = plots.style(run.name) | {"linestyle": "none", "marker": "osv^D"[index % 5]}
+        axis.plot(np.arange(errors.size), np.minimum(errors, _DIVERGED), **look)
     for i in range(1, len(order)):
         axis.axvline(i * heads - 0.5, color="0.6" if layers[i] != layers[i - 1] else "0.9", linewidth=0.8)
     axis.set_xticks([(i + 0.5) * heads - 0.5 for i in range(len(order))])

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 
 def write_text(path: Path, text: str) -> None:
@@ -59,6 +60,11 @@ def markdown_table(headers: Sequence[str], rows: Iterable[Sequence[str]], *, lef
 
     rule = ["-" * width if i < left else "-" * (width - 1) + ":" for i, width in enumerate(widths)]
     return "\n".join([line(table[0]), line(rule), *map(line, table[1:])])
+
+
+def significant(values: ArrayLike, digits: int = 4) -> np.ndarray:
+    """Numbers rounded to so many significant digits, for files that are committed."""
+    return np.vectorize(lambda x: float(f"{x:.{digits}g}"), otypes=[float])(np.asarray(values, np.float64))
 
 
 def percent(share: float, digits: int = 3) -> str:

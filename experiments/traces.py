@@ -50,7 +50,8 @@ def save_trace(
     tensors = {}
     for name in _TENSORS:
         array = np.asarray(getattr(trace, name), np.float32)
-        tensors[name] = array.astype(np.float32 if name in _GATES else storage)
+        with np.errstate(over="ignore"):  # seen, and said, below
+            tensors[name] = array.astype(np.float32 if name in _GATES else storage)
         if not np.isfinite(tensors[name]).all() and np.isfinite(array).all():
             raise ValueError(f"{name} reaches {np.abs(array).max():.3g}, which {storage} cannot hold: use float32")
     path = Path(directory) / f"layer{trace.layer:02d}-{prompt}.safetensors"
@@ -94,8 +95,8 @@ def load_trace(path: str | os.PathLike) -> tuple[lq.Trace, dict[str, Any]]:
         )
     if hashlib.sha256(path.read_bytes()).hexdigest() != document["sha256"]:
         raise ValueError(f"{path} is not the file that its JSON describes (SHA-256 differs): record it again")
-    tensors = {name: jnp.asarray(file.read(name), jnp.float32) for name in _TENSORS}
-    trace = lq.Trace(**tensors, layer=document["layer"])
+    q, k, v, g, beta, dense = (jnp.asarray(file.read(name), jnp.float32) for name in _TENSORS)
+    trace = lq.Trace(q, k, v, g, beta, dense, layer=document["layer"])
     try:
         lq.check_trace(trace)
     except ValueError as error:
@@ -159,18 +160,16 @@ class TraceBatch:
         """
         lengths = np.array([trace.q.shape[1] for trace in traces])
 
-        def padded(name: str) -> Array:
-            arrays = [np.asarray(getattr(trace, name)) for trace in traces]
-            if name != "dense":
-                arrays = [
-                    np.pad(x, [(0, 0), (0, lengths.max() - x.shape[1])] + [(0, 0)] * (x.ndim - 2)) for x in arrays
-                ]
-            return jnp.asarray(np.concatenate(arrays))
+        def padded(x: Array) -> Array:
+            return jnp.pad(x, [(0, 0), (0, int(lengths.max()) - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
 
         for row, trace in zip(rows, traces, strict=True):
             if trace.sizes != {**traces[0].sizes, "batch": 1}:
                 raise ValueError(f"{row} has sizes {trace.sizes}, {rows[0]} has {traces[0].sizes}: stack equal ones")
-        return cls(tuple(rows), lq.Trace(**{name: padded(name) for name in _TENSORS}), lengths)
+        columns = zip(*(trace.tokens for trace in traces), strict=True)
+        q, k, v, g, beta = (jnp.concatenate([padded(x) for x in column]) for column in columns)
+        dense = jnp.concatenate([trace.dense for trace in traces])
+        return cls(tuple(rows), lq.Trace(q, k, v, g, beta, dense), lengths)
 
     def blocks(self, size: int) -> Iterator[Block]:
         """The tokens in blocks of `size` (a multiple of the window), which end one token before a window does.

@@ -1,0 +1,260 @@
+"""Record and replay: traces are what the layer used, damage is named, and a broken method is caught."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import leapquant_jax as lq
+from experiments import playback, probes, prompts, record, recorder, replay, replay_report, report, traces
+from models import qwen35
+from tests.library import helpers as hp
+
+DATA = Path(__file__).resolve().parents[1] / "data" / "traces"
+SMALL = lq.LeapConfig(window=4, rank=1)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    """A random model of two recurrent layers, each of 2 key heads and 4 value heads."""
+    config = qwen35.Config(
+        vocab_size=264, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
+        linear_value_head_dim=8, layer_types=("linear_attention",) * 2, tie_word_embeddings=True,
+    )  # fmt: skip
+    directory = tmp_path_factory.mktemp("model")
+    qwen35.save_pretrained(config, qwen35.from_config(config, jax.random.key(0)), directory)
+    return directory
+
+
+def some_trace(seed=0, T=31, layer=0):
+    tokens = hp.tokens(seed, B=1, T=T, G=1, H=2, K=8, V=6)
+    dense = np.random.default_rng(seed).standard_normal((1, 2, 8, 6)).astype(np.float32)
+    return lq.Trace(*map(jnp.asarray, tokens), dense=jnp.asarray(dense), layer=layer)
+
+
+def test_recorded_inputs_give_the_models_own_states(model_dir, tmp_path):
+    """Replayed by the exact recurrence from the middle of a prompt, every trace ends in the model's state."""
+    settings = record.Settings(
+        model_dir=str(model_dir), prompts=("prose", "code"), skip_tokens=64, num_tokens=64,
+        output_dir=str(tmp_path / "traces"),
+    )  # fmt: skip
+    files = record.run(settings)
+    assert [f.stem for f in files] == [f"layer{i:02d}-{kind}" for i in (0, 1) for kind in ("prose", "code")]
+
+    config, model = qwen35.from_pretrained(model_dir, dtype="float32")
+    tokens = prompts.make_prompts(("prose", "code"), 128, vocab_size=264, model_dir=model_dir)
+    cache = qwen35.init_cache(config, batch=2)
+    for part in (tokens[:, :64], tokens[:, 64:]):
+        _, cache = qwen35.prefill(model, jnp.asarray(part), cache, last_only=True)
+    for index, file in enumerate(files):
+        trace, document = traces.load_trace(file)
+        assert trace.dense.any() and trace.q.shape == (1, 64, 2, 16)
+        assert document["skipped_tokens"] == 64 and document["versions"]["jax"] and len(document["model_sha256"]) == 64
+        replayed, _ = hp.exact_decode(trace.dense, *trace.tokens)
+        own = qwen35.recurrent_states(cache)[document["layer"]][index % 2]
+        assert hp.relative(replayed[0], own) < 1e-6
+
+    one = recorder.select_heads(trace, [1])
+    lq.check_trace(one)
+    np.testing.assert_array_equal(one.v, trace.v[:, :, 2:])  # the value heads of key head 1
+    np.testing.assert_array_equal(one.dense, trace.dense[:, 2:])
+    for changes, match in (
+        ({"layers": ("2",)}, "--layers must be auto or some of 0, 1"),
+        ({"key_heads": ("2",)}, "--key_heads must be all or some of 0 to 1"),
+        ({"prompts": ("poetry",)}, "--prompts must name some of prose, code, recall"),
+        ({"num_tokens": 65}, "holds another run, which differs in num_tokens"),
+        ({"model_dir": str(tmp_path)}, "holds no config.json"),
+    ):
+        with pytest.raises((ValueError, FileNotFoundError), match=match):
+            record.run(dataclasses.replace(settings, **changes))
+
+
+def test_recording_changes_nothing():
+    """The recorder's state is its method's, bit for bit, and it keeps exactly what it was fed."""
+    exact = lq.get_method("exact")
+    tokens = tuple(map(jnp.asarray, hp.tokens(0)))
+
+    def run(method):
+        return jax.jit(lambda *tokens: method.decode(method.init(**hp.sizes(tokens)), *tokens))(*tokens)
+
+    (state, outs), (recorded, same) = run(exact), run(recorder.Recorder(exact))
+    hp.assert_bit_equal((state, outs), (recorded.state, same))
+    hp.assert_bit_equal(recorded.tokens, tokens)
+
+
+def test_prompts_of_the_three_kinds():
+    """Code parses, prose does not, and no held-out file is in both."""
+    code, prose = prompts.documents("code").tobytes(), prompts.documents("prose").tobytes()
+    assert b"\nimport " in code and b"Heaven" in prose and b"Heaven" not in code
+    tokens = prompts.make_prompts(prompts.KINDS, 4096, vocab_size=264, model_dir="nowhere")
+    assert tokens.shape == (3, 4096) and (tokens[:, 0] == 256).all()
+    with pytest.raises(ValueError, match="bytes as tokens need 264"):
+        prompts.make_prompts(("code",), 64, vocab_size=100, model_dir="nowhere")
+
+
+def test_round_trip_and_damage(tmp_path):
+    trace = some_trace(layer=3)
+    path = traces.save_trace(tmp_path, trace, prompt="code", metadata={"model_sha256": "0"})
+    loaded, document = traces.load_trace(path)
+    hp.assert_bit_equal(loaded, trace)
+    assert document["layer"] == 3 and document["model_sha256"] == "0"
+
+    good = {file: file.read_bytes() for file in tmp_path.iterdir()}
+    tensors, description = load_file(path), path.with_suffix(".json")
+
+    def refused(match, error=ValueError):
+        with pytest.raises(error, match=match):
+            traces.load_trace(path)
+        for file, data in good.items():
+            file.write_bytes(data)
+
+    path.write_bytes(good[path][:-20])
+    refused("not a complete safetensors file")
+    path.write_bytes(good[path][:-1] + b"\0")
+    refused("SHA-256 differs")
+    save_file({name: x for name, x in tensors.items() if name != "beta"}, path)
+    refused("missing tensors: beta; unknown tensors: none")
+    save_file({**tensors, "z": tensors["q"]}, path)
+    refused("missing tensors: none; unknown tensors: z")
+    path.unlink()
+    refused("missing checkpoint file", FileNotFoundError)
+    description.unlink()
+    refused("missing checkpoint file", FileNotFoundError)
+    description.write_text(description.read_text()[:50])
+    refused("not valid JSON")
+    description.write_text(json.dumps({"format": "leapquant trace 0"}))
+    refused("does not describe a trace of this version")
+    description.write_text(json.dumps({"format": document["format"], "layer": 3}))
+    refused("lacks prompt, sha256")
+
+    wrong = dataclasses.replace(trace, v=trace.v[:, :-1])
+    with pytest.raises(ValueError, match="v has shape"):
+        traces.save_trace(tmp_path, wrong, prompt="code", metadata={})
+    large = dataclasses.replace(trace, v=trace.v * 1e6)
+    with pytest.raises(ValueError, match=r"v reaches .* which float16 cannot hold"):
+        traces.save_trace(tmp_path, large, prompt="code", metadata={}, storage="float16")
+    with pytest.raises(FileNotFoundError, match=r"holds no traces: make some with python -m experiments\.record"):
+        traces.load_batches(tmp_path / "none")
+
+
+def test_rows_of_a_batch_are_the_single_traces():
+    """Traces of different lengths share a batch, and blocks that end one token before a window are no other run."""
+    several = [some_trace(seed, T) for seed, T in ((0, 31), (1, 20))]
+    rows = [traces.Row(0, "code"), traces.Row(1, "prose")]
+    batch = traces.TraceBatch.stack(rows, several)
+    method = lq.get_method("step-int8")
+    played = playback.play(method, batch, playback.expectations(batch, 16))
+    assert list(played.positions) == [15, 31]
+    for row, trace in enumerate(several):
+        state, outs = jax.jit(lambda *x: method.decode(method.init(dense=x[0], **trace.sizes), *x[1:]))(  # noqa: B023
+            trace.dense, *trace.tokens
+        )
+        exact, exact_outs = hp.exact_decode(trace.dense, *trace.tokens)
+        for head in range(2):
+            state_error = hp.relative(method.dense_state(state)[0, head], exact[0, head])
+            output_error = hp.relative(outs[0, :, head], exact_outs[0, :, head])
+            np.testing.assert_allclose(played.errors.state[-1, row, head], state_error, rtol=1e-3)
+            np.testing.assert_allclose(played.output_error[row, head], output_error, rtol=1e-3)
+    with pytest.raises(ValueError, match="stack equal ones"):
+        other = dataclasses.replace(several[0], v=several[0].v[..., :3], dense=several[0].dense[..., :3])
+        traces.TraceBatch.stack(rows, [several[0], other])
+
+
+@dataclasses.dataclass(frozen=True)
+class Wrong(lq.ExactMethod):
+    """A method with two mistakes: its outputs are 0.1 % off what its state gives, and it hides a byte."""
+
+    def decode(self, state, *tokens, active=None, implementation=None):
+        state, outs = super().decode(state, *tokens, active=active, implementation=implementation)
+        return state, outs * jnp.float32(1.001)
+
+    def state_bytes(self, state):
+        sizes = super().state_bytes(state)
+        return sizes | {"total": sizes["total"] - 1}
+
+
+@pytest.fixture
+def trace_dir(tmp_path):
+    folder = tmp_path / "traces"
+    folder.mkdir()
+    for layer, prompt, seed in ((0, "code", 0), (0, "prose", 1), (2, "code", 2)):
+        traces.save_trace(folder, some_trace(seed, 31, layer), prompt=prompt, metadata={})
+    return folder
+
+
+def test_replay_reports_checks_resumes_and_regenerates(trace_dir, tmp_path, monkeypatch):
+    settings = replay.Settings(trace_dir=str(trace_dir), block=8, output_dir=str(tmp_path / "run"))
+    methods = [lq.LeapMethod(SMALL, "leapquant-int8"), lq.get_method("step-int8")]
+    text, passed = replay.run(settings, methods)
+    assert passed and "FAIL" not in text
+    _, *records = report.read_jsonl(tmp_path / "run" / "results.jsonl")
+    leap = [r for r in records if r["measure"] == "trace" and r["method"] == "leapquant-int8"]
+    assert [(r["layer"], r["prompt"]) for r in leap] == [(0, "code"), (0, "prose"), (2, "code")]
+    for r in leap:
+        assert r["positions"][-1] == r["tokens"] == 31 and len(r["state_error"]) == 2
+        assert 0 < max(r["state_error"]) < 0.1 and max(map(abs, r["energy_gain_per_fold"])) < 0.05
+        assert set(r["peak_over_median"]) == {"nothing", "compensators", "smoothing"}
+    names = {r["check"] for r in records if r["measure"] == "check" and r["method"] == "leapquant-int8"}
+    assert names == {"finite", "bytes", "eq. 10", "half step"}
+
+    # Tables and figures come from the saved results alone, and a finished item is not computed again.
+    figures = [tmp_path / "run" / f"{name}.png" for name in ("error_by_position", "heads")]
+    for file in (*figures, tmp_path / "run" / "table.md"):
+        file.unlink()
+    monkeypatch.setattr(playback, "play", None)
+    assert replay_report.write(tmp_path / "run") == text and all(file.stat().st_size for file in figures)
+    assert replay.run(settings, methods) == (text, True)
+    with pytest.raises(ValueError, match="differs in block"):
+        replay.run(dataclasses.replace(settings, block=16), methods)
+
+
+def test_a_broken_method_fails_its_checks(trace_dir, tmp_path):
+    settings = replay.Settings(trace_dir=str(trace_dir), block=8, output_dir=str(tmp_path / "run"))
+    text, passed = replay.run(settings, [Wrong("wrong"), lq.get_method("step-bf16")])
+    _, *records = report.read_jsonl(tmp_path / "run" / "results.jsonl")
+    failed = {r["check"] for r in records if r["measure"] == "check" and not r["passed"]}
+    assert not passed and failed == {"eq. 10", "bytes"} and text.count("FAIL") == 2
+
+
+def test_main_exits_with_1_when_a_check_fails(monkeypatch, capsys):
+    monkeypatch.setattr(replay, "from_flags", lambda _: replay.Settings(compilation_cache=""))
+    monkeypatch.setattr(replay, "run", lambda _: ("the table", False))
+    with pytest.raises(SystemExit) as stop:
+        replay.main(["replay"])
+    assert stop.value.code == 1 and "a check failed" in capsys.readouterr().err
+
+
+def test_what_cannot_run_is_said():
+    batch = traces.TraceBatch.stack([traces.Row(0, "code")], [some_trace(T=7)])
+    expected = playback.expectations(batch, 8)
+    (found,) = replay.replay_one(lq.get_method("step-int8"), "mosaic_gpu", batch, expected)
+    assert found["measure"] == "skipped" and "no Mosaic GPU kernel" in found["reason"]
+
+
+@pytest.mark.parametrize("options", [{}, {"rotation": "hadamard", "bits": 4, "clip": "mse"}], ids=["plain", "beyond"])
+def test_half_step_bound_finds_a_code_that_is_one_off(options):
+    """The check is sharp: one code of one head, moved by one, exceeds the bound."""
+    config = dataclasses.replace(SMALL, **options)
+    dense = some_trace(5).dense
+    folded = hp.init_from(config, dense, **some_trace(5).sizes)
+    share = jax.jit(lambda folded: probes.half_step_share(config, folded, dense, dense))
+    assert (np.asarray(share(folded)) <= 1.001).all()
+    codes = folded.codes.at[0, 1, 2, 3].add(-1 if folded.codes[0, 1, 2, 3] > 0 else 1)
+    found = np.asarray(share(dataclasses.replace(folded, codes=codes)))
+    assert found[0, 0] <= 1.001 < found[0, 1]
+
+
+def test_the_committed_trace_replays():
+    """It starts inside a prompt, from a state that is not empty; 8 bits follow it."""
+    (batch,), _ = traces.load_batches(DATA)
+    assert (batch.trace.sizes["key_dim"], batch.trace.sizes["value_dim"]) == (128, 128) and batch.trace.dense.any()
+    played = playback.play(lq.get_method("window-int8"), batch, playback.expectations(batch, 64))
+    assert played.positions[-1] == 191 and played.errors.finite.all()
+    assert 0 < played.errors.state[-1].max() < 0.1 and 0 < played.output_error.max() < 0.05
+    assert np.asarray(played.errors.read).max() < replay.READ_LIMIT
