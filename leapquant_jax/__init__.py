@@ -22,6 +22,7 @@ from leapquant_jax.mixed import HeadGroup as HeadGroup
 from leapquant_jax.mixed import MixedMethod as MixedMethod
 from leapquant_jax.numerics import l2norm as l2norm
 from leapquant_jax.plan import Budget as Budget
+from leapquant_jax.plan import Measurements as Measurements
 from leapquant_jax.plan import default_candidates as default_candidates
 from leapquant_jax.plan import measure_candidates as measure_candidates
 from leapquant_jax.plan import plan as plan

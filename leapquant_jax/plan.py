@@ -2,9 +2,9 @@
 
     minimise  sum over items of error(item, choice)^2    subject to    sum over items of bytes(item, choice) <= budget
 
-An item is a layer, or one head of it; its error is relative to its own outputs (or states). Errors of different heads
-are nearly independent, so their squares add. This is a multiple-choice knapsack, solved exactly by dynamic programming
-over bytes (a Lagrangian over the convex hull would miss the choices that lie above it).
+An item is a layer, or one head of it; its error is relative to its own outputs or states (see `measure.py`). Errors of
+different heads are nearly independent, so their squares add. This is a multiple-choice knapsack, solved exactly by
+dynamic programming over bytes (a Lagrangian over the convex hull would miss the choices that lie above it).
 """
 
 import collections
@@ -29,7 +29,7 @@ from leapquant_jax.state import state_bytes
 from leapquant_jax.trace import Trace, check_trace
 from leapquant_jax.transitions import init_state
 
-Measure = Literal["output", "state"]
+Measure = Literal["detail", "output", "state"]
 Count = Literal["at_rest", "total"]
 Granularity = Literal["layer", "head"]
 
@@ -61,12 +61,15 @@ class Budget:
       bytes: most bytes.
       error: largest root mean square over all heads (and prompts) of the relative error.
       worst_head: largest error of any one head (root mean square over prompts).
+      no_worse_than: a candidate whose error no head may exceed. The error as a whole can fall while a head that matters
+        gets worse; this forbids it.
       count: which bytes: "at_rest" (a checkpoint with an empty ring) or "total" (with the ring, what decoding holds).
     """
 
     bytes: int | None = None
     error: float | None = None
     worst_head: float | None = None
+    no_worse_than: LeapConfig | None = None
     count: Count = "at_rest"
 
     def __post_init__(self) -> None:
@@ -90,13 +93,28 @@ class Measurements:
       candidates: configs, C of them.
       errors: by layer, squared relative errors, fp64 [C, H], mean over prompts; inf where a candidate diverged.
       sizes: by layer, the keyword arguments of `init_state` for one request.
-      measure: "output" or "state".
+      measure: "detail", "output" or "state"; see `HeadErrors`.
     """
 
     candidates: tuple[LeapConfig, ...]
     errors: Mapping[int, np.ndarray]
     sizes: Mapping[int, Mapping]
     measure: Measure
+
+    def only(self, candidates: Sequence[LeapConfig]) -> "Measurements":
+        """The same with fewer candidates."""
+        rows = [self.candidates.index(config) for config in candidates]
+        errors = {layer: error[rows] for layer, error in self.errors.items()}
+        return dataclasses.replace(self, candidates=tuple(candidates), errors=errors)
+
+    def squared_errors(self, choice: LayerChoice) -> np.ndarray:
+        """Of every head of a layer stored as in `choice`, made of these candidates: fp64 [H]."""
+        squared = self.errors[choice.layer]
+        found = np.empty(squared.shape[1])
+        for group in choice.groups:
+            heads = slice(None) if group.heads is None else np.array(group.heads)
+            found[heads] = squared[self.candidates.index(group.config), heads]
+        return found
 
     def bytes_of(self, method: str) -> dict[str, int]:
         """`state_bytes` of one request in all layers under one method, by name."""
@@ -114,7 +132,7 @@ def plan_policy(
     *,
     candidates: Sequence[LeapConfig] | None = None,
     by: Granularity = "layer",
-    measure: Measure = "output",
+    measure: Measure = "detail",
     default: LeapConfig | None = None,
 ) -> Policy:
     """Chooses how each layer (or head) stores its state.
@@ -124,29 +142,40 @@ def plan_policy(
         judge on.
       budget: an int is bytes at rest of one request, all layers together; a float a relative error (see
         `Budget.error`); a str a method name, whose bytes at rest may be used; or a `Budget`.
-      candidates: configs to choose from; `default_candidates` of the heads' size if None. On a CPU each takes some ten
-        seconds to compile.
+      candidates: configs to choose from; `default_candidates` of the heads' size if None. `Budget.no_worse_than` is added.
+        On a CPU each takes some ten seconds to compile.
       by: "layer": one config per layer. "head": one per head; layers then become `MixedMethod`s, smaller at the same
         error but slower, because each group of heads is a call of its own.
-      measure: "output" (what the next layer sees) or "state".
+      measure: which error is planned and reported, "detail", "output" or "state"; see `HeadErrors`.
       default: config of the layers without a trace; None refuses them when the policy is used.
 
     Raises:
       ValueError: nothing fits the budget (the message gives the smallest one that would do), or the traces or
         candidates are unusable.
     """
-    return plan(measure_candidates(traces, candidates, measure=measure), budget, by=by, default=default)
+    compared = budget.no_worse_than if isinstance(budget, Budget) else None
+    also = () if compared is None else (compared,)
+    measured = measure_candidates(traces, candidates, measure=measure, also=also)
+    return plan(measured, budget, by=by, default=default)
 
 
 def measure_candidates(
-    traces: Sequence[Trace], candidates: Sequence[LeapConfig] | None = None, *, measure: Measure = "output"
+    traces: Sequence[Trace],
+    candidates: Sequence[LeapConfig] | None = None,
+    *,
+    measure: Measure = "detail",
+    also: Sequence[LeapConfig] = (),
 ) -> Measurements:
     """Replays every candidate on every trace, token by token. See `plan_policy`.
 
     Prompts of one layer that have the same length run as one batch; layers of the same shape share compiled programs.
+
+    Args:
+      traces, candidates, measure: see `plan_policy`.
+      also: more candidates, beside those or the default ones.
     """
-    if measure not in ("output", "state"):
-        raise ValueError(f'measure must be "output" or "state", got {measure!r}')
+    if measure not in ("detail", "output", "state"):
+        raise ValueError(f'measure must be "detail", "output" or "state", got {measure!r}')
     if not traces:
         raise ValueError("no traces: record at least one of every layer to plan")
     by_layer: dict[int, list[Trace]] = collections.defaultdict(list)
@@ -161,6 +190,7 @@ def measure_candidates(
         sizes[layer] = shapes[0]
     if candidates is None:
         candidates = default_candidates(*(min(s[dim] for s in sizes.values()) for dim in ("key_dim", "value_dim")))
+    candidates = tuple(dict.fromkeys([*candidates, *also]))
     if not candidates:
         raise ValueError("no candidates: give at least one LeapConfig")
     for config in candidates:
@@ -181,7 +211,7 @@ def measure_candidates(
     with concurrent.futures.ThreadPoolExecutor(min(len(candidates), os.cpu_count() or 1)) as pool:
         found = list(pool.map(squared, candidates))
     errors = {layer: np.stack([one[layer] for one in found]) for layer in sizes}
-    return Measurements(tuple(candidates), errors, sizes, measure)
+    return Measurements(candidates, errors, sizes, measure)
 
 
 def plan(
@@ -226,12 +256,17 @@ def _items(measured: Measurements, by: Granularity, budget: Budget) -> tuple[lis
     """
     layers, errors, sizes = [], [], []
     for layer, squared in measured.errors.items():
-        worst = squared if budget.worst_head is None else np.where(squared > budget.worst_head**2, np.inf, squared)
+        most = np.full(squared.shape[1], np.inf if budget.worst_head is None else budget.worst_head**2)
+        if budget.no_worse_than is not None:
+            if budget.no_worse_than not in measured.candidates:
+                raise ValueError(f"the budget compares with {budget.no_worse_than}, which was not measured: add it")
+            most = np.minimum(most, squared[measured.candidates.index(budget.no_worse_than)])
+        allowed = np.where(squared <= most, squared, np.inf)
         shape = dict(measured.sizes[layer])
         if by == "head":
             shape |= {"num_heads": 1, "num_key_heads": 1}
         size = np.array([_config_bytes(config, shape)[budget.count] for config in measured.candidates])
-        for error in worst.T if by == "head" else [worst.sum(axis=1)]:
+        for error in allowed.T if by == "head" else [allowed.sum(axis=1)]:
             layers.append(layer)
             errors.append(error)
             sizes.append(size)

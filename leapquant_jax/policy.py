@@ -72,12 +72,14 @@ class Policy:
     Attributes:
       layers: choices, ascending by layer, each layer once.
       default: for layers that have no choice; None refuses them.
-      measure: which error the choices' `head_errors` are, "output" or "state".
+      measure: which error the choices' `head_errors` are, "detail", "output" or "state".
+      title: for people.
     """
 
     layers: tuple[LayerChoice, ...]
     default: LeapConfig | None = None
-    measure: str = "output"
+    measure: str = "detail"
+    title: str = "policy"
 
     def __post_init__(self) -> None:
         indices = [choice.layer for choice in self.layers]
@@ -94,10 +96,10 @@ class Policy:
 
     @property
     def name(self) -> str:
-        """ "policy-" and eight digits that tell policies apart by what they store (not by errors or bytes)."""
+        """The title and eight digits that tell policies apart by what they store (not by errors or bytes)."""
         stored = [{"layer": c.layer, "groups": _groups_to_json(c.groups)} for c in self.layers]
         digest = hashlib.sha256(json.dumps([stored, _config_to_json(self.default)]).encode())
-        return f"policy-{digest.hexdigest()[:8]}"
+        return f"{self.title}-{digest.hexdigest()[:8]}"
 
     def choice(self, layer: int) -> LayerChoice:
         """The choice for a layer.
@@ -128,6 +130,7 @@ class Policy:
         fields = {
             "format": _FORMAT,
             "version": _VERSION,
+            "title": self.title,
             "measure": self.measure,
             "default": _config_to_json(self.default),
             "layers": [
@@ -165,12 +168,14 @@ def _policy_fields(fields: Any) -> dict[str, Any]:
         raise ValueError(
             f"policy of version {fields.get('version')!r}, this library reads version {_VERSION}: plan it again"
         )
-    _check_fields(fields, ("format", "version", "measure", "default", "layers"), "the policy")
-    if fields["measure"] not in ("output", "state"):
-        raise ValueError(f'measure must be "output" or "state", got {fields["measure"]!r}')
+    _check_fields(fields, ("format", "version", "title", "measure", "default", "layers"), "the policy")
+    if fields["measure"] not in ("detail", "output", "state"):
+        raise ValueError(f'measure must be "detail", "output" or "state", got {fields["measure"]!r}')
+    if not isinstance(fields["title"], str):
+        raise ValueError(f"title must be a string, got {fields['title']!r}")
     default = None if fields["default"] is None else _config_from_json(fields["default"], "default")
-    return {"layers": tuple(map(_choice_from_json, _list(fields, "layers"))), "default": default,
-            "measure": fields["measure"]}  # fmt: skip
+    layers = tuple(map(_choice_from_json, _list(fields, "layers")))
+    return {"layers": layers, "default": default, "measure": fields["measure"], "title": fields["title"]}
 
 
 def _choice_from_json(fields: Any) -> LayerChoice:

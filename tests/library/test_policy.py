@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import leapquant_jax as lq
+from leapquant_jax.measure import head_errors
 from tests.library import helpers, oracle
 
 SIZE = 32  # key and value dim of the synthetic heads
@@ -53,18 +54,12 @@ def quick_compiles():
 @pytest.fixture(scope="module")
 def note_4(quick_compiles):
     """Layers as in note 4: compensators hold all of layer 0, and barely help in layer 30. Layer 15 has one head of each."""
-    return lq.measure_candidates([trace(0, (2, 2)), trace(15, (2, SIZE)), trace(30, (SIZE, SIZE))], CANDIDATES)
+    traces = [trace(0, (2, 2)), trace(15, (2, SIZE)), trace(30, (SIZE, SIZE))]
+    return lq.measure_candidates(traces, CANDIDATES, measure="output")
 
 
 def only(measured, *layers):
     return dataclasses.replace(measured, errors={layer: measured.errors[layer] for layer in layers})
-
-
-def of(measured, *configs):
-    """The measurements of some candidates."""
-    rows = [CANDIDATES.index(config) for config in configs]
-    errors = {layer: error[rows] for layer, error in measured.errors.items()}
-    return dataclasses.replace(measured, candidates=configs, errors=errors)
 
 
 def stored(policy):
@@ -77,7 +72,7 @@ def test_the_deepest_layer_of_note_4(note_4):
                                    sizes={0: note_4.sizes[0], 1: note_4.sizes[0], 30: note_4.sizes[30]})  # fmt: skip
     first, deepest = (np.sqrt(note_4.errors[layer].mean(axis=1)) for layer in (0, 30))
     assert deepest[0] > 0.8 * deepest[1] and first[1] > 10 * first[0]  # the case: compensators help layer 0 alone
-    policy = lq.plan(measured, "leapquant-int8")
+    policy = lq.plan(measured, measured.bytes_of("leapquant-int8")["at_rest"])
     assert stored(policy)[2] == PLAIN and set(stored(policy)[:2]) <= {EIGHT, FOUR}
     assert sum(choice.at_rest for choice in policy.layers) <= measured.bytes_of("leapquant-int8")["at_rest"]
     assert policy.layers[2].error < 0.2 * deepest[0]
@@ -87,7 +82,7 @@ def test_the_deepest_layer_of_note_4(note_4):
 
 def test_bits_or_compensators_at_equal_bytes(note_4):
     """8 bits alone against 6 bits with compensators: each layer gets what suits it, and the other would be far worse."""
-    measured = of(only(note_4, 0, 30), WIDE, SIX)
+    measured = only(note_4, 0, 30).only([WIDE, SIX])
     assert AT_REST[CANDIDATES.index(WIDE)] == AT_REST[CANDIDATES.index(SIX)] == 1280
     assert stored(lq.plan(measured, 4 * 1280)) == [SIX, WIDE]
     errors = {layer: np.sqrt(error[:, 0]) for layer, error in measured.errors.items()}
@@ -113,14 +108,28 @@ def test_a_plan_is_the_best_of_all(note_4):
 
 def test_heads_by_themselves(note_4):
     """A layer with a low-rank and a flat head: planned by head it is better at the same bytes."""
-    measured = of(only(note_4, 15), EIGHT, FOUR, PLAIN)
+    measured = only(note_4, 15).only([EIGHT, FOUR, PLAIN])
     budget = AT_REST[3] + AT_REST[4]
     by_layer, by_head = (lq.plan(measured, budget, by=by) for by in ("layer", "head"))
     (choice,) = by_head.layers
+    np.testing.assert_allclose(np.sqrt(measured.squared_errors(choice)), choice.head_errors)
     assert choice.at_rest == budget and choice.error < 0.4 * by_layer.layers[0].error
     assert {group.heads: group.config for group in choice.groups} == {(0,): FOUR, (1,): PLAIN}
     worst, by_layer = (lq.plan(measured, lq.Budget(worst_head=0.003), by=by).layers[0] for by in ("head", "layer"))
     assert max(worst.head_errors) <= 0.003 and worst.at_rest < by_layer.at_rest
+
+
+def test_no_head_worse(note_4):
+    """The error as a whole may fall while a head's rises; the guard forbids that."""
+    limit = 6 * AT_REST[0]
+    free, guarded = (lq.plan(note_4, lq.Budget(bytes=limit, no_worse_than=x)) for x in (None, EIGHT))
+    before = {layer: np.sqrt(error[0]) for layer, error in note_4.errors.items()}
+    assert any((np.array(c.head_errors) > before[c.layer]).any() for c in free.layers)
+    assert all((np.array(c.head_errors) <= before[c.layer]).all() for c in guarded.layers)
+    one = trace(7, (2, 2), T=64)
+    guard = lq.LeapConfig(rank=0, smoothing=0)
+    named = lq.plan_policy([one], lq.Budget(bytes=3000, no_worse_than=guard), candidates=(PLAIN,))  # too large
+    assert stored(named) == [guard]  # which was added
 
 
 def test_active_bytes(note_4):
@@ -133,7 +142,7 @@ def test_active_bytes(note_4):
 def test_prompts_and_lengths():
     """Prompts of one layer are averaged, whatever their lengths; a diverging candidate is never chosen."""
     traces = [trace(0, (2, 2), seed, T) for seed, T in ((0, 128), (1, 128), (2, 64))]
-    together = lq.measure_candidates(traces, (PLAIN,)).errors[0]
+    together = lq.measure_candidates(traces, (PLAIN,)).errors[0]  # of the detail, the default
     pair, single = (lq.measure_candidates(some, (PLAIN,)).errors[0] for some in (traces[:2], traces[2:]))
     np.testing.assert_allclose(together, (2 * pair + single) / 3, rtol=1e-5)
     huge = dataclasses.replace(traces[2], dense=traces[2].dense + jnp.float32(1e6))  # beyond fp16
@@ -143,6 +152,24 @@ def test_prompts_and_lengths():
         lq.plan(measured, 10**9)
     other = dataclasses.replace(measured, candidates=(PLAIN, WIDE), errors={0: np.array([[np.inf] * 2, [0.1] * 2])})
     assert stored(lq.plan(other, 10**9)) == [WIDE]
+
+
+def test_errors_are_what_they_say():
+    """Against NumPy: outputs and states of one trace, and the output's energy outside four directions."""
+    one = trace(1, (SIZE, 2), T=128)
+    found = head_errors(PLAIN, one)
+    state, outs = helpers.decode(PLAIN, lq.init_state(PLAIN, **one.sizes), *one.tokens)
+    dense, truth = helpers.exact_decode(one.dense, *one.tokens)
+    noise, power = (np.sum(np.asarray(x, np.float64) ** 2, axis=(1, 3)) for x in (outs - truth, truth))
+    np.testing.assert_allclose(found.output, np.sqrt(noise / power), rtol=1e-3)
+    np.testing.assert_allclose(
+        found.final[0, 0], helpers.relative(lq.dense_state(PLAIN, state)[0, 0], dense[0, 0]), rtol=1e-3
+    )
+    energies = np.linalg.svd(np.asarray(truth, np.float64)[0, :, 0], compute_uv=False) ** 2
+    np.testing.assert_allclose(found.detail[0, 0], np.sqrt(noise[0, 0] / energies[4:].sum()), rtol=1e-3)
+    np.testing.assert_allclose(
+        found.detail[0, 1] / found.output[0, 1], 1000**0.5, rtol=1e-3
+    )  # of rank 2: no detail at all
 
 
 def test_plan_policy_is_both_steps():
@@ -198,6 +225,7 @@ def test_saved_and_loaded(tmp_path):
         (lambda f: f.pop("measure"), r"the policy lacks \['measure'\]"),
         (lambda f: f.update(extra=1), r"unknown \['extra'\]"),
         (lambda f: f.update(measure="vibes"), "measure must be"),
+        (lambda f: f.update(title=None), "title must be a string"),
         (lambda f: f.update(layers={}), "layers must be a list"),
         (lambda f: f["layers"].append("x"), "a layer must be an object"),
         (lambda f: f["layers"].reverse(), "ascending"),
@@ -239,6 +267,7 @@ def test_bad_input(note_4):
         (1.5, "budget must be an int"),
         (True, "budget must be an int"),
         ("leapquant-int9", "unknown method"),
+        (lq.Budget(error=0.1, no_worse_than=lq.LeapConfig()), "which was not measured: add it"),
         (lq.Budget(worst_head=1e-9), "no candidate has an error below worst_head"),
     ):
         with pytest.raises(ValueError, match=match):
