@@ -20,7 +20,6 @@ from leapquant_jax.quantize import quantize
 from leapquant_jax.state import LeapState
 from leapquant_jax.window import decays, live_records, materialise
 
-
 # Rows whose dense states are smaller than this together are folded at once.
 _SMALLEST_GROUP_BYTES = 4 << 20
 
