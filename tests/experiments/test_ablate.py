@@ -11,6 +11,7 @@ from experiments import ablate, ablate_report, ablation_axes, playback, report, 
 from experiments.ablation_axes import AXES, Point, leap
 from tests.experiments.test_replay import some_trace
 
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 POINTS = {axis: AXES[axis]() for axis in AXES}
 
 

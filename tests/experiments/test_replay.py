@@ -15,12 +15,13 @@ from experiments import playback, probes, prompts, record, recorder, replay, rep
 from models import qwen35
 from tests.library import helpers as hp
 
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 DATA = Path(__file__).resolve().parents[1] / "data" / "traces"
 SMALL = lq.LeapConfig(window=4, rank=1)
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
+def recurrent_model(tmp_path_factory):
     """A random model of two recurrent layers, each of 2 key heads and 4 value heads."""
     config = qwen35.Config(
         vocab_size=264, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
@@ -28,7 +29,7 @@ def model_dir(tmp_path_factory):
         linear_value_head_dim=8, layer_types=("linear_attention",) * 2, tie_word_embeddings=True,
     )  # fmt: skip
     directory = tmp_path_factory.mktemp("model")
-    qwen35.save_pretrained(config, qwen35.from_config(config, jax.random.key(0)), directory)
+    qwen35.save_pretrained(config, qwen35.from_config(config, jax.random.key(0, impl="unsafe_rbg")), directory)
     return directory
 
 
@@ -38,17 +39,17 @@ def some_trace(seed=0, T=31, layer=0):
     return lq.Trace(*map(jnp.asarray, tokens), dense=jnp.asarray(dense), layer=layer)
 
 
-def test_recorded_inputs_give_the_models_own_states(model_dir, tmp_path):
+def test_recorded_inputs_give_the_models_own_states(recurrent_model, tmp_path):
     """Replayed by the exact recurrence from the middle of a prompt, every trace ends in the model's state."""
     settings = record.Settings(
-        model_dir=str(model_dir), prompts=("prose", "code"), skip_tokens=64, num_tokens=64,
+        model_dir=str(recurrent_model), prompts=("prose", "code"), skip_tokens=64, num_tokens=64,
         output_dir=str(tmp_path / "traces"),
     )  # fmt: skip
     files = record.run(settings)
     assert [f.stem for f in files] == [f"layer{i:02d}-{kind}" for i in (0, 1) for kind in ("prose", "code")]
 
-    config, model = qwen35.from_pretrained(model_dir, dtype="float32")
-    tokens = prompts.make_prompts(("prose", "code"), 128, vocab_size=264, model_dir=model_dir)
+    config, model = qwen35.from_pretrained(recurrent_model, dtype="float32")
+    tokens = prompts.make_prompts(("prose", "code"), 128, vocab_size=264, model_dir=recurrent_model)
     cache = qwen35.init_cache(config, batch=2)
     for part in (tokens[:, :64], tokens[:, 64:]):
         _, cache = qwen35.prefill(model, jnp.asarray(part), cache, last_only=True)

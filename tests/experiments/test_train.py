@@ -12,8 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from absl import app
+from absl.testing import flagsaver
+from jax.experimental.compilation_cache import compilation_cache
+from safetensors.numpy import load_file
 
-from experiments import tasks, train_data, train_step
+from experiments import tasks, train, train_data, train_step
 from models import qwen35
 
 ROOT = Path(__file__).parents[2]
@@ -29,70 +33,103 @@ def text_directory(tmp_path_factory):
     return directory
 
 
-def command(directory: Path, output: Path, *more: str) -> list[str]:
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory, fast_compilation):
+    """Compiled programs are shared by all runs, also by the one that is killed."""
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("programs")),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+    }
+    before = {name: jax.config.values[name] for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    yield {**{name.upper(): str(value) for name, value in settings.items()}, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+def arguments(directory: Path, output: Path, *more: str) -> list[str]:
     flags = dict(
-        corpus_dir=directory, output_dir=output, steps=6, batch=2, segment=256, max_age=128, max_stream=512, layers=4,
+        corpus_dir=directory, output_dir=output, steps=6, batch=2, segment=256, max_age=128, max_stream=512, layers=2,
         hidden_size=32, mlp_size=32, head_size=16, key_heads=1, attention_window=16, dtype="float32", workers=1, log_every=1,
         checkpoint_seconds=0, eval_streams=1, eval_tokens=512,
     )  # fmt: skip
-    return [sys.executable, "-m", "experiments.train", *(f"--{name}={value}" for name, value in flags.items()), *more]
+    return [*(f"--{name}={value}" for name, value in flags.items()), *more]
 
 
-def run_to_end(arguments: list[str]) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        arguments, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"}, timeout=600
-    )
+def train_here(monkeypatch, flags: list[str]) -> None:
+    """The program in this process, which has imported and compiled everything already."""
+    monkeypatch.setattr(sys, "argv", ["experiments.train", *flags])  # names the module whose flags are recorded
+    with flagsaver.flagsaver(), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        train.flags.FLAGS(sys.argv)
+        train.main(sys.argv[:1])
 
 
-def test_b17_a_killed_training_run_ends_like_an_unkilled_one(text_directory, tmp_path):
-    whole = run_to_end(command(text_directory, tmp_path / "whole"))
-    assert whole.returncode == 0, whole.stderr
+def read_log(directory: Path) -> list[dict]:
+    return [json.loads(line) for line in (directory / "train.jsonl").read_text().splitlines()]
+
+
+def test_b17_a_killed_training_run_ends_like_an_unkilled_one(text_directory, programs, tmp_path, monkeypatch):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    train_here(monkeypatch, arguments(text_directory, whole))
+
     process = subprocess.Popen(
-        command(text_directory, tmp_path / "killed"), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        [sys.executable, "-m", "experiments.train", *arguments(text_directory, killed)], cwd=ROOT,
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env={**os.environ, **programs, "JAX_PLATFORMS": "cpu"},
     )  # fmt: skip
-    log = tmp_path / "killed" / "train.jsonl"
     deadline = time.monotonic() + 300
-    while process.poll() is None and time.monotonic() < deadline:
-        if log.exists() and len(log.read_text().splitlines()) >= 3:
-            break
-        time.sleep(0.05)
+    while not ((killed / "train.jsonl").exists() and len(read_log(killed)) >= 3):
+        assert process.poll() is None, process.communicate()[1].decode()[-2000:]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
     process.kill()
-    process.wait()
-    again = run_to_end(command(text_directory, tmp_path / "killed"))
-    assert again.returncode == 0, again.stderr
+    process.communicate()
+    assert not (killed / "README.md").exists(), "the run ended before it could be killed: give it more steps"
+    train_here(monkeypatch, arguments(text_directory, killed))
 
-    def losses(name: str) -> list[tuple[int, float]]:
-        rows = [json.loads(line) for line in (tmp_path / name / "train.jsonl").read_text().splitlines()]
-        return [(row["step"], row["loss"]) for row in rows]
-
-    assert [step for step, _ in losses("killed")] == [1, 2, 3, 4, 5, 6]
-    np.testing.assert_allclose(losses("killed"), losses("whole"), rtol=1e-5)
-    for name in ("whole", "killed"):
+    log = {name: [(row["step"], row["loss"]) for row in read_log(tmp_path / name)] for name in ("whole", "killed")}
+    assert [step for step, _ in log["killed"]] == [1, 2, 3, 4, 5, 6]
+    np.testing.assert_allclose(log["killed"], log["whole"], rtol=1e-5)
+    for directory in (whole, killed):
         for file in ("README.md", "training.png", "results.jsonl", "model/model.safetensors", "model/config.json"):
-            assert (tmp_path / name / file).stat().st_size > 0
-    qwen35.from_pretrained(tmp_path / "killed" / "model")
+            assert (directory / file).stat().st_size > 0
+    weights = [load_file(directory / "model" / "model.safetensors") for directory in (killed, whole)]
+    for name, tensor in weights[0].items():
+        np.testing.assert_allclose(tensor, weights[1][name], atol=1e-5)
 
-    other = run_to_end(command(text_directory, tmp_path / "whole", "--seed=1"))
-    assert other.returncode != 0 and "seed: 0 there, 1 now" in other.stdout + other.stderr
+    with pytest.raises(app.UsageError, match="seed: 0 there, 1 now"):
+        train_here(monkeypatch, arguments(text_directory, whole, "--seed=1"))
+
+
+def test_a_run_by_the_clock_ends_in_time(text_directory, programs, tmp_path, monkeypatch):
+    train_here(monkeypatch, arguments(text_directory, tmp_path, "--minutes=0.02"))
+    facts, *_ = (json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines())
+    assert facts["steps"] >= 1 and facts["seconds"] < 8
+    assert read_log(tmp_path)[-1]["step"] == facts["steps"]
+    qwen35.from_pretrained(tmp_path / "model")
 
 
 @pytest.fixture(scope="module")
-def tiny():
+def tiny(programs):
+    del programs
     config = qwen35.Config(
-        vocab_size=264, hidden_size=32, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2,
+        vocab_size=264, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, head_dim=16, linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=16,
-        linear_value_head_dim=16, attention_window=16, tie_word_embeddings=True, dtype="float32",
+        linear_value_head_dim=16, layer_types=("full_attention", "linear_attention"), attention_window=16,
+        tie_word_embeddings=True, dtype="float32",
     )  # fmt: skip
-    return config, *train_step.init_train_state(config, jax.random.key(0), batch=2, longest_half_life=256.0)
+    key = jax.random.key(0, impl="unsafe_rbg")  # compiles faster
+    return config, *train_step.init_train_state(config, key, batch=2, longest_half_life=256.0)
 
 
 def test_the_training_forward_is_prefill(tiny):
     config, merge, state = tiny
     tokens = jax.random.randint(jax.random.key(1), (2, 64), 0, 256)
     model = merge(state.params)
-    trained, _ = train_step.forward(model, tokens, train_step.empty_cache(config, 2))
-    served, _ = qwen35.prefill(model, tokens, qwen35.init_cache(config, batch=2, method="exact"))
+    trained, _ = jax.jit(train_step.forward)(model, tokens, train_step.empty_cache(config, 2))
+    served, _ = jax.jit(qwen35.prefill)(model, tokens, qwen35.init_cache(config, batch=2, method="exact"))
     np.testing.assert_allclose(trained, served, atol=2e-4)
 
 
@@ -138,13 +175,3 @@ def test_answer_metrics_are_sums_by_kind_and_age():
             chosen = (task == 1 + kind) & (first <= age) & (age <= last)
             for name, values in (("count", np.ones((3, 50))), ("right", right), ("nll", nll)):
                 np.testing.assert_allclose(found[name][kind, group], values[chosen].sum(), rtol=1e-5)
-
-
-def test_a_run_by_the_clock_ends_in_time(text_directory, tmp_path):
-    run = run_to_end(command(text_directory, tmp_path / "run", "--minutes=0.05"))
-    assert run.returncode == 0, run.stderr
-    facts, *_ = (json.loads(line) for line in (tmp_path / "run" / "results.jsonl").read_text().splitlines())
-    assert facts["steps"] >= 1 and facts["seconds"] < 10
-    log = [json.loads(line) for line in (tmp_path / "run" / "train.jsonl").read_text().splitlines()]
-    assert log[-1]["step"] == facts["steps"]
-    qwen35.from_pretrained(tmp_path / "run" / "model")
