@@ -28,6 +28,7 @@ from experiments import tally as tallies
 from experiments.streams import Streams
 from experiments.tally import Tally
 from models import qwen35
+from models.qwen35.config import LINEAR
 from models.recurrent import RecurrentCache
 
 
@@ -219,4 +220,6 @@ class Lockstep:
 
     def _fresh_cache(self, method: lq.Method | lq.Policy) -> qwen35.Cache:
         num_streams, num_tokens = self.streams.tokens.shape
-        return qwen35.init_cache(self.config, batch=num_streams, max_length=num_tokens, method=TokenByToken(method))
+        layers = [i for i, kind in enumerate(self.config.layer_types) if kind == LINEAR]
+        methods = [TokenByToken(method.method(i) if isinstance(method, lq.Policy) else method) for i in layers]
+        return qwen35.init_cache(self.config, batch=num_streams, max_length=num_tokens, method=methods)

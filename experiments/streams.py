@@ -126,11 +126,11 @@ def _tokenized_streams(
         columns.append(_answers_in_tokens(woven.answers, index, starts, num_tokens))
     fields = [field.name for field in dataclasses.fields(tasks.Answers)]
     answers = tasks.Answers(**dict(zip(fields, np.concatenate(columns, axis=1), strict=True)))
-    age = np.zeros(tokens.shape, np.int32)
+    task, age = (np.zeros(tokens.shape, np.int32) for _ in range(2))
     for i in range(len(answers)):
-        first = answers.position[i]
-        age[answers.stream[i], first : first + answers.length[i]] = answers.age[i]
-    return np.stack(plain), tasks.RecallStreams(tokens, age, answers)
+        where = answers.stream[i], slice(answers.position[i], answers.position[i] + answers.length[i])
+        task[where], age[where] = 1 + answers.kind[i], answers.age[i]
+    return np.stack(plain), tasks.RecallStreams(tokens, task, age, answers)
 
 
 def _cut(tokenizer: Tokenizer, text: str, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
