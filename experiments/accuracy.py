@@ -9,6 +9,10 @@ at each token. Half of the streams are held-out text; the other half has values 
 it that are asked for up to 16,384 tokens later (at most half a stream), beyond what the model's attention sees, so that
 only the recurrent state can answer.
 
+--model_dir takes a real Qwen3.5 directory too. Text and recall streams are then tokenized by its tokenizer.json; since its
+attention sees all tokens, recall tells less of the states there. Logits of one segment are held, so a vocabulary of 248,320
+asks for a small --segment: 32 tokens of 8 streams are 250 MB.
+
 The folder --output_dir then holds
 
     table.md        the tables, also printed
@@ -37,7 +41,6 @@ from experiments import (
     accuracy_figures,
     accuracy_records,
     accuracy_report,
-    corpus,
     metrics,
     report,
     run_directory,
@@ -46,7 +49,9 @@ from experiments.lockstep import Lockstep, Progress
 from experiments.run_directory import RunDirectory
 from experiments.settings import define_flags, from_flags, option
 from experiments.streams import Streams, make_streams
+from experiments.tokenization import ByteTokenizer, load_tokenizer
 from models import qwen35
+from models.checkpoints import read_json
 
 DEFAULT_MODEL = Path(__file__).resolve().parent.parent / "checkpoints" / "tiny-hybrid"
 
@@ -55,10 +60,13 @@ DEFAULT_MODEL = Path(__file__).resolve().parent.parent / "checkpoints" / "tiny-h
 class Settings:
     """The flags; see `--help`."""
 
-    model_dir: str = option(str(DEFAULT_MODEL), "Folder with config.json and model.safetensors.")
+    model_dir: str = option(
+        str(DEFAULT_MODEL), "Folder with config.json and *.safetensors, and tokenizer.json unless bytes are tokens."
+    )
     methods: tuple[str, ...] = option(
         ("all",),
-        f"State methods to compare with exact: all (those of the library) and {', '.join(ablations.known_methods())}.",
+        f"State methods to compare with exact: all (those of the library), {', '.join(ablations.known_methods())}, and "
+        "policies as files (*.json, see experiments.policy).",
     )
     num_streams: int = option(4, "Streams of each sort, text and recall.")
     num_tokens: int = option(2048, "Length of every stream; a multiple of --segment.")
@@ -91,7 +99,7 @@ class Job:
     """Everything that was asked for, loaded and checked."""
 
     model: qwen35.Model
-    methods: list[lq.Method]
+    methods: list[lq.Method | lq.Policy]
     streams: Streams
     measure_at: list[int]
     config: dict[str, Any]
@@ -120,22 +128,23 @@ def prepare(settings: Settings, *, program: str = "accuracy", with_text: bool = 
     Raises:
       ValueError, FileNotFoundError: Whose message names the flag to change.
     """
-    methods = chosen_methods(settings.methods)
-    streams = make_streams(
-        settings.num_streams, settings.num_tokens, settings.seed, settings.text_file or None, with_text=with_text
-    )
+    methods = [
+        *chosen_methods([name for name in settings.methods if not name.endswith(".json")]),
+        *(lq.Policy.load(name) for name in settings.methods if name.endswith(".json")),
+    ]
     directory = Path(settings.model_dir)
     if not (directory / "config.json").exists():
         raise FileNotFoundError(
             f"--model_dir {directory} holds no config.json: give the folder of a trained model, or make one with "
             "python -m experiments.train"
         )
+    config = qwen35.Config.from_hf(read_json(directory / "config.json"))
+    tokenizer = load_tokenizer(directory, config)
+    streams = make_streams(
+        settings.num_streams, settings.num_tokens, settings.seed, settings.text_file or None, tokenizer,
+        with_text=with_text,
+    )  # fmt: skip
     config, model = qwen35.from_pretrained(directory, dtype=settings.dtype)
-    if config.vocab_size < corpus.VOCAB_SIZE:
-        raise ValueError(
-            f"--model_dir {directory} has a vocabulary of {config.vocab_size}; the streams need the "
-            f"{corpus.VOCAB_SIZE} byte tokens of experiments.corpus"
-        )
     # Products in full fp32 (no TF32), so that `exact` is exact and methods differ by their states alone.
     model = qwen35.with_config(model, dataclasses.replace(config, matmul_precision="highest"))
     run = {
@@ -144,6 +153,8 @@ def prepare(settings: Settings, *, program: str = "accuracy", with_text: bool = 
         "num_tokens": settings.num_tokens, "segment": settings.segment, "seed": settings.seed,
         "streams": streams.sha256(), "platform": jax.default_backend(),
     }  # fmt: skip
+    if not isinstance(tokenizer, ByteTokenizer):
+        run["tokenizer"] = tokenizer.name
     return Job(model, methods, streams, metrics.measuring_positions(settings.num_tokens, settings.segment), run)
 
 

@@ -48,7 +48,8 @@ def recall(results: Results, path: Path) -> None:
         axis.axhline(100 * tasks.CHANCE[kind], color="0.5", linewidth=0.8)
         if window:
             axis.axvline(window, color="0.5", linestyle="dotted", linewidth=1)
-        axis.set_xscale("log", base=2)
+        if results.find("recall_by_age", "exact", kind=kind):  # else short streams ask for none: no logarithmic axis
+            axis.set_xscale("log", base=2)
         axis.xaxis.set_major_formatter(plots.tokens_formatter())
         axis.set(xlabel="age of the write, tokens", title=VALUES[kind], ylim=(-2, 102))
     axes[0].set_ylabel("answers right, %")
@@ -66,12 +67,15 @@ def likelihood(results: Results, path: Path) -> None:
     for axis, group in zip(axes, (TEXT, RECALL), strict=True):
         for name in results.methods:
             found = results.find("quality_by_position", name, group=group)
-            values = [float(r["kl"]) or math.nan for r in found]
+            values = [kl if kl > 0 else math.nan for kl in (float(r["kl"]) for r in found)]
             if name != "exact" and any(v > 0 for v in values):
                 axis.plot([r["min_position"] * math.sqrt(2) for r in found], values, **plots.style(name))
-        axis.set_xscale("log", base=2)
+        if axis.lines:
+            axis.set_xscale("log", base=2)
         axis.xaxis.set_major_formatter(plots.tokens_formatter())
-        axis.set(yscale="log", xlabel="position", title=f"{group} streams")
+        axis.set(xlabel="position", title=f"{group} streams")
+    if all(axis.lines for axis in axes):  # a method may predict exactly what `exact` does
+        axes[0].set_yscale("log")
     axes[0].set_ylabel("KL to exact, nats per token")
     axes[1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5))
     plots.save(figure, path)

@@ -56,12 +56,13 @@ class Results:
 def tables(results: Results) -> str:
     """All tables, as Markdown."""
     config, session = results.config, results.run["sessions"][-1]
+    unit = "token" if "tokenizer" in config else "byte"
     parts = [
         "# What a low-bit recurrent state costs",
         f"    {session['command']}",
         f"{config['num_streams']} streams of held-out text and {config['num_streams']} recall streams of "
         f"{config['num_tokens']:,} tokens each, read token by token; {session['device']}, jax {session['jax']}, "
-        f"{config['dtype']} activations. Bytes are per element of the state. NLL in nats per byte on text, with its "
+        f"{config['dtype']} activations. Bytes are per element of the state. NLL in nats per {unit} on text, with its "
         "difference to `exact` and the 95 % bootstrap interval over streams. Recall: values right that were written "
         f"at least {results.attention_window} tokens before, out of the attention's sight. State error: relative, at "
         "the end.",

@@ -28,6 +28,7 @@ from experiments import tally as tallies
 from experiments.streams import Streams
 from experiments.tally import Tally
 from models import qwen35
+from models.qwen35.config import LINEAR
 from models.recurrent import RecurrentCache
 
 
@@ -115,7 +116,7 @@ class Lockstep:
     """Streams, methods and their compiled programs."""
 
     def __init__(
-        self, model: qwen35.Model, methods: Sequence[lq.Method], streams: Streams, *, segment: int,
+        self, model: qwen35.Model, methods: Sequence[lq.Method | lq.Policy], streams: Streams, *, segment: int,
         measure_at: list[int],
     ):  # fmt: skip
         """Computes nothing yet.
@@ -159,7 +160,7 @@ class Lockstep:
         logits = jax.ShapeDtypeStruct((*tokens.shape, self.config.vocab_size), jnp.float32)
         caches = [jax.eval_shape(functools.partial(self._fresh_cache, method)) for method in self.methods]
 
-        def compile_one(method: lq.Method, cache: Any) -> _Programs:
+        def compile_one(method: lq.Method | lq.Policy, cache: Any) -> _Programs:
             arguments = (self.graphdef, self.params, cache, tokens, tokens)
             is_exact = method is self.methods[0]
             decode = exact_segment.lower(*arguments) if is_exact else method_segment.lower(*arguments, logits)
@@ -217,6 +218,8 @@ class Lockstep:
             result.append({**sums, "live": live / elements})
         return result
 
-    def _fresh_cache(self, method: lq.Method) -> qwen35.Cache:
+    def _fresh_cache(self, method: lq.Method | lq.Policy) -> qwen35.Cache:
         num_streams, num_tokens = self.streams.tokens.shape
-        return qwen35.init_cache(self.config, batch=num_streams, max_length=num_tokens, method=TokenByToken(method))
+        layers = [i for i, kind in enumerate(self.config.layer_types) if kind == LINEAR]
+        methods = [TokenByToken(method.method(i) if isinstance(method, lq.Policy) else method) for i in layers]
+        return qwen35.init_cache(self.config, batch=num_streams, max_length=num_tokens, method=methods)

@@ -18,7 +18,17 @@ from leapquant_jax.methods import LeapMethod as LeapMethod
 from leapquant_jax.methods import Method as Method
 from leapquant_jax.methods import get_method as get_method
 from leapquant_jax.methods import list_methods as list_methods
+from leapquant_jax.mixed import HeadGroup as HeadGroup
+from leapquant_jax.mixed import MixedMethod as MixedMethod
 from leapquant_jax.numerics import l2norm as l2norm
+from leapquant_jax.plan import Budget as Budget
+from leapquant_jax.plan import Measurements as Measurements
+from leapquant_jax.plan import default_candidates as default_candidates
+from leapquant_jax.plan import measure_candidates as measure_candidates
+from leapquant_jax.plan import plan as plan
+from leapquant_jax.plan import plan_policy as plan_policy
+from leapquant_jax.policy import LayerChoice as LayerChoice
+from leapquant_jax.policy import Policy as Policy
 from leapquant_jax.rows import concatenate_rows as concatenate_rows
 from leapquant_jax.rows import put_rows as put_rows
 from leapquant_jax.rows import reset_rows as reset_rows

@@ -20,6 +20,9 @@ from leapquant_jax.quantize import quantize
 from leapquant_jax.state import LeapState
 from leapquant_jax.window import decays, live_records, materialise
 
+# Rows whose dense states are smaller than this together are folded at once.
+_SMALLEST_GROUP_BYTES = 4 << 20
+
 
 def compress(config: LeapConfig, state: LeapState, dense: Array, *, warm: bool = True) -> LeapState:
     """Replaces the boundary state of every row by `dense`, rounded once, with an empty ring.
@@ -86,13 +89,14 @@ def fold_rows(config: LeapConfig, state: LeapState, rows: Array) -> LeapState:
     """Folds the rows where `rows` (bool [B]) holds; the others keep every bit.
 
     Rows are folded in groups of B / P, as many as fill up at each step when requests arrive at random: such a batch
-    does 1 / P of the work per step, and no fp32 copy of the whole state is ever alive. A `while_loop` whose body never
-    runs costs nothing.
+    does 1 / P of the work per step, and no fp32 copy of a large state is ever alive. Groups are larger where a few rows
+    would not fill a processor. A `while_loop` whose body never runs costs nothing.
     """
     batch = state.batch
     if batch == 0:
         return state
-    group = -(-batch // config.window)
+    row_bytes = 4 * state.num_heads * state.key_dim * state.value_dim
+    group = min(batch, max(-(-batch // config.window), _SMALLEST_GROUP_BYTES // row_bytes))
     boundary = {name: getattr(state, name) for name in _boundary_leaves(state)}
 
     def body(carry: tuple[Array, dict[str, Array]]) -> tuple[Array, dict[str, Array]]:

@@ -2,6 +2,11 @@
 
     R^ = Diag(c) (Z * B),    c_i = mean_j |R_ij|^s,    B_j = max_i |R_ij / c_i| / qmax
 
+With clip="mse" a column's scale is first shrunk where that rounds with a smaller squared error, and then set to the
+least-squares scale of the codes, B_j = <R_j, q_j> / <q_j, q_j> with q_j what the codes read back as at scale 1. Then
+|R^_j|^2 = |R_j|^2 - |R_j - R^_j|^2: a fold can only take energy away. Any other scale adds some, and a head that hardly
+forgets feeds on it until it diverges.
+
 With rotation="hadamard" the codes hold H C^-1 R instead, H the orthonormal Hadamard matrix over the key rows. C and H
 act on the key index, so a read folds them into the vector, R^^T x = B * (Z^T (H C x)), and saves a pass over the state.
 """
@@ -42,7 +47,7 @@ def quantize(config: LeapConfig, residual: Array) -> Quantized:
       config: bits, smoothing, rotation, clip.
       residual: [..., K, V] fp32.
     """
-    row_scales = None
+    target, row_scales = residual, None
     if config.smoothing:
         mean = jnp.mean(jnp.abs(residual), axis=-1)
         row_scales = jnp.sqrt(mean) if config.smoothing == 0.5 else mean ** jnp.float32(config.smoothing)
@@ -56,6 +61,8 @@ def quantize(config: LeapConfig, residual: Array) -> Quantized:
     if config.clip:
         column_scales = _clip_by_mse(residual, column_scales, largest)
     codes = _round(residual, column_scales, largest)
+    if config.clip:
+        column_scales = column_scales * _least_squares(config, target, codes, row_scales, column_scales)
     codes = jnp.swapaxes(codes, -1, -2).astype(jnp.int8)  # value-major: a read sums along the last axis
     return Quantized(pack(codes, config.bits or 8), row_scales, column_scales)
 
@@ -63,12 +70,15 @@ def quantize(config: LeapConfig, residual: Array) -> Quantized:
 def dequantize(config: LeapConfig, quantized: Quantized, key_dim: int) -> Array:
     """[..., K, V] fp32 from codes and scales."""
     codes = unpack(quantized.codes, config.bits or 8, key_dim)
-    residual = jnp.swapaxes(codes, -1, -2).astype(jnp.float32) * quantized.column_scales[..., None, :]
+    scaled = jnp.swapaxes(codes, -1, -2).astype(jnp.float32) * quantized.column_scales[..., None, :]
+    return _unsmooth(config, scaled, quantized.row_scales)
+
+
+def _unsmooth(config: LeapConfig, residual: Array, row_scales: Array | None) -> Array:
+    """C H of a rotated and smoothed residual [..., K, V]."""
     if config.rotation:
         residual = rotate(residual, axis=-2)  # H is symmetric and its own inverse
-    if quantized.row_scales is not None:
-        residual = residual * quantized.row_scales[..., None]
-    return residual
+    return residual if row_scales is None else residual * row_scales[..., None]
 
 
 def read_quantized(config: LeapConfig, quantized: Quantized, x: Array) -> Array:
@@ -133,3 +143,13 @@ def _clip_by_mse(residual: Array, column_scales: Array, largest: Array) -> Array
     start = (column_scales, error(column_scales))
     (best_scale, _), _ = jax.lax.scan(try_ratio, start, jnp.asarray(_CLIP_RATIOS))
     return best_scale
+
+
+def _least_squares(config: LeapConfig, target: Array, codes: Array, row_scales: Array | None, scales: Array) -> Array:
+    """By what to multiply the column scales so that the codes [..., K, V] come closest to `target`: [..., V]."""
+    read = _unsmooth(config, codes, row_scales)
+    usable = scales > jnp.float32(_SMALLEST_COLUMN)
+    target = target * jnp.where(usable, jnp.float32(1) / jnp.where(usable, scales, 1), jnp.float32(0))[..., None, :]
+    energy = jnp.sum(read * read, axis=-2)
+    filled = energy > jnp.float32(0)
+    return jnp.where(filled, jnp.sum(read * target, axis=-2) / jnp.where(filled, energy, 1), jnp.float32(1))

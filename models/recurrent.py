@@ -37,6 +37,8 @@ def resolve_method(method: Any) -> Any:
     """
     if isinstance(method, str):
         return lq.get_method(method)
+    if isinstance(method, lq.Policy):
+        raise ValueError("a Policy holds a method for each layer: pass policy.method(layer)")
     if not all(hasattr(method, name) for name in ("init", "step", "prefill", "dense_state")):
         raise ValueError(f"method must be one of {lq.list_methods()} or a method object, got {method!r}")
     return method

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+import leapquant_jax as lq
 from models.qwen35.attention import AttentionCache
 from models.qwen35.config import LINEAR, Config
 from models.recurrent import RecurrentCache, resolve_method
@@ -39,22 +40,24 @@ def init_cache(
       batch: Number of rows.
       max_length: Slots for keys and values in the full layers, the most tokens a row may ever hold. Not needed when
         `config.attention_window` bounds them or there is no full layer.
-      method: How recurrent states are stored: a name of `leapquant_jax.list_methods()`, a method object, or a list
-        with one of these per linear layer.
+      method: How recurrent states are stored: a name of `leapquant_jax.list_methods()`, a method object, a list with
+        one of these per linear layer, or a `leapquant_jax.Policy`, which knows layers by their index in the model.
 
     Returns:
       Recurrent states of the given methods (float32 for "exact", whatever the activation dtype); convolution
       histories, keys and values in `config.dtype`.
 
     Raises:
-      ValueError: If a size is missing or not positive, or the method is unknown.
+      ValueError: If a size is missing or not positive, the method is unknown, or the policy lacks a layer.
     """
     if batch < 1:
         raise ValueError(f"batch must be at least 1, got {batch}")
     slots = config.attention_window or max_length
     if config.num_linear_layers < config.num_hidden_layers and (slots is None or slots < 1):
         raise ValueError(f"max_length must be at least 1 for a model with full attention layers, got {max_length}")
-    if isinstance(method, (list, tuple)):
+    if isinstance(method, lq.Policy):
+        methods = iter([method.method(i) for i, kind in enumerate(config.layer_types) if kind == LINEAR])
+    elif isinstance(method, (list, tuple)):
         if len(method) != config.num_linear_layers:
             raise ValueError(f"got {len(method)} methods for {config.num_linear_layers} linear layers")
         methods = iter([resolve_method(m) for m in method])

@@ -290,7 +290,7 @@ def fold_program(
             for ii, per_code in enumerate(per_codes, start=i):
                 bits = [lanes.bits(lanes.fma(x_entry, per_code, _ROUND)) for x_entry in residual[ii]]
                 pairs = [lanes.permute_bytes(bits[kk], bits[kk + 1], 0x0040) for kk in range(0, 8, 2)]
-                words = [lanes.permute_bytes(*two, 0x5410) for two in (pairs[:2], pairs[2:])]
+                words = [lanes.permute_bytes(pairs[i], pairs[i + 1], 0x5410) for i in (0, 2)]
                 lanes.store(code_row + ii * key_dim, words)
         return [next_row, next_live]
 

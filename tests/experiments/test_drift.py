@@ -56,7 +56,7 @@ def test_committed_results():
     assert set(fits) == set(toy_heads.HEAD_KINDS) and max(fits.values()) <= 1.25
     slow = {r["scale"]: r for r in records if r["measure"] == "slow_head"}
     assert slow["largest entry"]["energy_gain_per_fold"] > slow["largest entry"]["energy_lost_per_window"]
-    assert slow["largest entry"]["error"][-1] > 10 * slow["clip"]["error"][-1]
+    assert slow["largest entry"]["error"][-1] > 4 * slow["clip"]["error"][-1]
     assert slow["clip"]["error"][-1] < 1.1 * np.median(slow["clip"]["error"])
     rings = {r["records"]: r["error"] for r in records if r["measure"] == "ring"}
     assert max(rings["float32"]) <= 1e-4 and max(rings["float32"][64:]) < 2 * max(rings["float32"][:64])

@@ -138,9 +138,10 @@ def count_folds(monkeypatch):
 
 
 @pytest.mark.parametrize("vmapped", [False, True])
-def test_B08_folds_run_only_when_rows_are_full(count_folds, vmapped):
+def test_B08_folds_run_only_when_rows_are_full(count_folds, vmapped, monkeypatch):
     """14 rows and a window of 7: groups of two rows. Aligned rows fold in 7 groups at every 7th token and not before;
     spread over all phases one group folds per token. Under vmap a `cond` would fold all rows at every token."""
+    monkeypatch.setattr(sys.modules["leapquant_jax.fold"], "_SMALLEST_GROUP_BYTES", 0)
     config = lq.LeapConfig(window=7, rank=0, bits=6 if vmapped else 8)  # of no other test: traced while counting
     sizes = {**hp.POOL_SIZES, "batch": 14}
     state, x = lq.init_state(config, **sizes), hp.tokens(6, B=14, T=14)

@@ -113,7 +113,7 @@ def test_A30_qwen_9b_per_request():
 
 # --- the compiled step -------------------------------------------------------------------------------------------------
 
-BATCH, HEADS = 64, 2
+BATCH, HEADS = 512, 2  # large enough for groups of B / P rows
 
 
 def _materialised(text):
