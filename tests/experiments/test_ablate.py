@@ -41,11 +41,11 @@ def test_the_library_has_the_best_methods_of_their_bytes():
 
 def test_a_cold_fit_is_worse_than_a_warm_one():
     """One iteration from fixed directions at every fold, against one from the factors of the fold before."""
-    tokens = toy_heads.ToyHead().tokens(2, 256, 0)
+    tokens = toy_heads.ToyHead().tokens(2, 128, 0)
     rows = [traces.Row(0, "toy")] * 2
     single = [lq.Trace(*(x[i : i + 1] for x in tokens), dense=np.zeros((1, 1, 32, 32), np.float32)) for i in range(2)]
     batch = traces.TraceBatch.stack(rows, single)
-    expected = playback.expectations(batch, 256)
+    expected = playback.expectations(batch, 128)
     warm, cold = (
         playback.play(leap(rank=1, smoothing=0, refit_gain=0, fit=fit), batch, expected) for fit in ("subspace", "cold")
     )
@@ -61,6 +61,7 @@ def settings(tmp_path, monkeypatch):
     )
     monkeypatch.setitem(AXES, "rotation_and_clip", lambda: [Point("rotation_and_clip", ("8", "x", "y"), fp8, step)])
     monkeypatch.setattr(ablation_axes, "long_methods", lambda: [bf16])
+    monkeypatch.setattr(ablate, "_BLOCK", 16)
     folder = tmp_path / "traces"
     folder.mkdir()
     for layer in (0, 2):
