@@ -23,13 +23,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from absl import app, logging
+from absl import app
 
 import leapquant_jax as lq
-from experiments import ablate_report, ablation_axes, accuracy, items, playback, report, toy_heads, traces
+from experiments import ablate_report, ablation_axes, items, playback, report, toy_heads, traces
 from experiments.ablation_axes import AXES
 from experiments.run_directory import RunDirectory
-from experiments.settings import define_flags, from_flags, option
+from experiments.settings import define_flags, option, start
 from experiments.traces import Row, TraceBatch
 
 _BLOCK = 256  # tokens between two looks at the states; a multiple of every window
@@ -155,13 +155,8 @@ def _bytes(method: lq.Method, played: playback.Playback, batch: TraceBatch) -> d
 
 
 def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"Unexpected arguments: {argv[1:]}")
-    logging.set_verbosity(logging.ERROR)
+    settings = start("ablate", argv, Settings)
     try:
-        settings = from_flags(Settings)
-        if settings.compilation_cache and not settings.report_only:
-            accuracy.keep_compiled_programs(Path(settings.compilation_cache))
         print(run(settings))
     except (ValueError, FileNotFoundError) as error:
         raise SystemExit(f"ablate: {error}") from error

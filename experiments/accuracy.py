@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from absl import app, logging
+from absl import app
 from tqdm import tqdm
 
 import leapquant_jax as lq
@@ -47,7 +47,7 @@ from experiments import (
 )
 from experiments.lockstep import Lockstep, Progress
 from experiments.run_directory import RunDirectory
-from experiments.settings import define_flags, from_flags, option
+from experiments.settings import define_flags, option, start
 from experiments.streams import Streams, make_streams
 from experiments.tokenization import ByteTokenizer, load_tokenizer
 from models import qwen35
@@ -212,22 +212,7 @@ def write_report(directory: Path) -> str:
 
 
 def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"Unexpected arguments: {argv[1:]}")
-    logging.set_verbosity(logging.ERROR)
-    try:
-        settings = from_flags(Settings)
-    except ValueError as error:
-        raise SystemExit(f"accuracy: {error}") from error
-    if settings.compilation_cache:
-        keep_compiled_programs(Path(settings.compilation_cache))
-    print(run(settings))
-
-
-def keep_compiled_programs(directory: Path) -> None:
-    """So that a run that goes on after a kill does not compile again."""
-    jax.config.update("jax_compilation_cache_dir", str(directory.resolve()))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    print(run(start("accuracy", argv, Settings)))
 
 
 def sha256_of_weights(directory: Path) -> str:

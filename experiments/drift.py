@@ -20,13 +20,13 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from absl import app, logging
+from absl import app
 
 import leapquant_jax as lq
 from experiments import drift_report, drift_studies, report, toy_heads
 from experiments.drift_studies import RECORD_EVERY
 from experiments.run_directory import RunDirectory
-from experiments.settings import define_flags, from_flags, option
+from experiments.settings import define_flags, option, start
 
 STUDIES = ("toy", "heads", "slow", "rings")
 
@@ -83,11 +83,8 @@ class Settings:
 
 
 def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"Unexpected arguments: {argv[1:]}")
-    logging.set_verbosity(logging.ERROR)
+    settings = start("drift", argv, Settings)
     try:
-        settings = from_flags(Settings)
         run = RunDirectory.open(settings.output_dir, {"program": "drift", **_without_folder(settings)})
     except ValueError as error:
         raise SystemExit(f"drift: {error}") from error

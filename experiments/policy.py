@@ -17,12 +17,12 @@ import functools
 from collections.abc import Sequence
 
 import jax.numpy as jnp
-from absl import app, logging
+from absl import app
 
 import leapquant_jax as lq
 from experiments import policy_report, policy_study, report, toy_heads, traces
 from experiments.run_directory import RunDirectory
-from experiments.settings import define_flags, from_flags, option
+from experiments.settings import define_flags, option, start
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,11 +103,9 @@ def run(settings: Settings) -> str:
 
 
 def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"Unexpected arguments: {argv[1:]}")
-    logging.set_verbosity(logging.ERROR)
+    settings = start("policy", argv, Settings)
     try:
-        print(run(from_flags(Settings)))
+        print(run(settings))
     except (ValueError, FileNotFoundError) as error:
         raise SystemExit(f"policy: {error}") from error
 

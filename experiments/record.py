@@ -15,11 +15,11 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from absl import app, logging
+from absl import app
 
 from experiments import accuracy, prompts, recorder, run_directory, traces
 from experiments.run_directory import RunDirectory
-from experiments.settings import define_flags, from_flags, option
+from experiments.settings import define_flags, option, start
 from models import qwen35
 
 
@@ -120,11 +120,9 @@ def run(settings: Settings) -> list[Path]:
 
 
 def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"Unexpected arguments: {argv[1:]}")
-    logging.set_verbosity(logging.ERROR)
+    settings = start("record", argv, Settings)
     try:
-        files = run(from_flags(Settings))
+        files = run(settings)
     except (ValueError, FileNotFoundError) as error:
         raise SystemExit(f"record: {error}") from error
     for file in files:

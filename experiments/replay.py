@@ -20,12 +20,11 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from absl import app, logging
+from absl import app
 from jax import Array
 from numpy.typing import ArrayLike
 
@@ -33,7 +32,7 @@ import leapquant_jax as lq
 from experiments import ablations, accuracy, items, metrics, playback, probes, replay_report, report, traces
 from experiments.playback import Playback
 from experiments.run_directory import RunDirectory
-from experiments.settings import define_flags, from_flags, option
+from experiments.settings import define_flags, option, start
 from experiments.traces import TraceBatch
 
 # Of fp32: an output and the materialised state sum the same numbers in another order.
@@ -169,13 +168,8 @@ def _traces(played: Playback, batch: TraceBatch, flat: dict[str, Array]) -> Iter
 
 
 def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"Unexpected arguments: {argv[1:]}")
-    logging.set_verbosity(logging.ERROR)
+    settings = start("replay", argv, Settings)
     try:
-        settings = from_flags(Settings)
-        if settings.compilation_cache:
-            accuracy.keep_compiled_programs(Path(settings.compilation_cache))
         text, passed = run(settings)
     except (ValueError, FileNotFoundError) as error:
         raise SystemExit(f"replay: {error}") from error

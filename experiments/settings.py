@@ -4,7 +4,7 @@
     class Settings:
         num_tokens: int = option(2048, "Length of every stream.")
 
-    def main(argv): settings = from_flags(Settings) ...
+    def main(argv): print(run(start("accuracy", argv, Settings)))
 
     if __name__ == "__main__":
         define_flags(Settings)
@@ -15,9 +15,11 @@ So an import defines no flags, programs may use the same flag names, and tests p
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from absl import flags
+import jax
+from absl import app, flags, logging
 
 flags.disclaim_key_flags()  # --help shows the flags below as those of the main module
 
@@ -60,3 +62,28 @@ def from_flags[S](settings: type[S]) -> S:
     """
     values = {field.name: flags.FLAGS[field.name].value for field in dataclasses.fields(settings)}  # pyright: ignore
     return settings(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+
+
+def start[S](program: str, argv: Sequence[str], settings: type[S]) -> S:
+    """What a main begins with: quiet logs, checked flags, and the folder of compiled programs if there is such a flag.
+
+    Raises:
+      SystemExit: With one line that names the program, for flags that do not fit; app.UsageError for stray arguments.
+    """
+    if len(argv) > 1:
+        raise app.UsageError(f"Unexpected arguments: {argv[1:]}")
+    logging.set_verbosity(logging.ERROR)
+    try:
+        chosen = from_flags(settings)
+    except ValueError as error:
+        raise SystemExit(f"{program}: {error}") from error
+    folder = getattr(chosen, "compilation_cache", "")
+    if folder and not getattr(chosen, "report_only", False):
+        keep_compiled_programs(Path(folder))
+    return chosen
+
+
+def keep_compiled_programs(directory: Path) -> None:
+    """So that a run that goes on after a kill does not compile again."""
+    jax.config.update("jax_compilation_cache_dir", str(directory.resolve()))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

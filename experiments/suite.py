@@ -24,11 +24,11 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from absl import app, logging
+from absl import app
 
 from experiments import accuracy, accuracy_records, report, suite_records, suite_report
 from experiments.run_directory import RunDirectory
-from experiments.settings import define_flags, from_flags, option
+from experiments.settings import define_flags, option, start
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,16 +65,7 @@ def run(settings: Settings) -> str:
 
 
 def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"Unexpected arguments: {argv[1:]}")
-    logging.set_verbosity(logging.ERROR)
-    try:
-        settings = from_flags(Settings)
-    except ValueError as error:
-        raise SystemExit(f"suite: {error}") from error
-    if settings.compilation_cache and not settings.report_only:
-        accuracy.keep_compiled_programs(Path(settings.compilation_cache))
-    print(run(settings))
+    print(run(start("suite", argv, Settings)))
 
 
 if __name__ == "__main__":

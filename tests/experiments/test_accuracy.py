@@ -25,6 +25,7 @@ from experiments import (
     tally,
     tasks,
 )
+from experiments import settings as settings_flags
 from experiments.run_directory import RunDirectory
 from models import qwen35
 from tests.experiments.synthetic_runs import SyntheticRun
@@ -51,7 +52,7 @@ def programs(tmp_path):
     """Compiled programs are shared with the programs that this test starts."""
     names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
     before = {name: getattr(jax.config, name) for name in names}
-    accuracy.keep_compiled_programs(tmp_path / "programs")
+    settings_flags.keep_compiled_programs(tmp_path / "programs")
     compilation_cache.reset_cache()
     yield tmp_path / "programs"
     for name, value in before.items():

@@ -224,7 +224,7 @@ def test_a_broken_method_fails_its_checks(trace_dir, tmp_path):
 
 
 def test_main_exits_with_1_when_a_check_fails(monkeypatch, capsys):
-    monkeypatch.setattr(replay, "from_flags", lambda _: replay.Settings(compilation_cache=""))
+    monkeypatch.setattr(replay, "start", lambda *_: replay.Settings(compilation_cache=""))
     monkeypatch.setattr(replay, "run", lambda _: ("the table", False))
     with pytest.raises(SystemExit) as stop:
         replay.main(["replay"])
