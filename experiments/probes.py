@@ -13,7 +13,7 @@ from jax import Array
 import leapquant_jax as lq
 from leapquant_jax.numerics import HIGHEST
 from leapquant_jax.packing import unpack
-from leapquant_jax.quantize import Quantized, dequantize, rotate
+from leapquant_jax.quantize import rotate
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -22,8 +22,9 @@ def fold_probe(config: lq.LeapConfig, state: lq.LeapState) -> dict[str, Array]:
 
     energy_gain: ||S after||^2 / ||S before||^2 - 1; what accumulates in slow heads at 4 bits.
     rounding_error: ||S after - S before|| / ||S before||, one fold's error.
-    half_step: the largest rounding error in units of the allowed one, at most 1. For codes that is half a step (clipped
-      codes aside), for a boundary state in floats half a unit in the last place; both with a little room for fp32.
+    half_step: the largest rounding error in units of the allowed one, at most 1. For codes that is half a step, for a boundary
+      state in floats half a unit in the last place; both with a little room for fp32. With clip="mse" the stored scale is
+      not the one that the codes were rounded with; see `_code_share`.
     """
     before = lq.dense_state(config, state)
     folded = lq.fold(config, state)
@@ -83,18 +84,40 @@ def half_step_share(config: lq.LeapConfig, folded: lq.LeapState, before: Array, 
     if folded.column_scales is None:
         step = jnp.float32(float(jnp.finfo(config.boundary_dtype).eps)) * jnp.abs(before)
         return jnp.max(jnp.abs(after - before) / (step / 2 + noise), axis=(-2, -1))
-    codes = Quantized(folded.codes, folded.row_scales, folded.column_scales)
-    error = _residual(folded, before) - dequantize(config, codes, folded.key_dim)
+    rounded = _residual(folded, before)
     if folded.row_scales is not None:
-        error, noise = (x / folded.row_scales[..., None] for x in (error, noise))
+        rounded, noise = (x / folded.row_scales[..., None] for x in (rounded, noise))
     if config.rotation:
-        error = rotate(error, axis=-2)
+        rounded = rotate(rounded, axis=-2)
         noise = 4 * jnp.sqrt(jnp.mean(noise * noise, axis=-2, keepdims=True))
-    share = jnp.abs(error) / (folded.column_scales[..., None, :] / 2 + noise)
+    codes = jnp.swapaxes(unpack(folded.codes, config.bits or 8, folded.key_dim), -1, -2).astype(jnp.float32)
     if config.clip:
-        integers = jnp.swapaxes(unpack(folded.codes, config.bits or 8, folded.key_dim), -1, -2)
-        share = jnp.where(jnp.abs(integers) < config.largest_code, share, jnp.float32(0))
-    return jnp.max(share, axis=(-2, -1))
+        return _code_share(codes, rounded, noise, config.largest_code)
+    scales = folded.column_scales[..., None, :]
+    return jnp.max(jnp.abs(rounded - codes * scales) / (scales / 2 + noise), axis=(-2, -1))
+
+
+def _code_share(codes: Array, rounded: Array, noise: Array, largest: int) -> Array:
+    """Whether one scale per column explains all codes: the least that some code asks for over the most that another allows.
+
+    A code q != 0 of x is right for scales from |x| / (|q| + 1/2) to |x| / (|q| - 1/2), a clipped one for any below the
+    latter, and 0 for any from 2 |x|. At most 1 if all are right.
+
+    Args:
+      codes, rounded: fp32 [B, H, K, V], the integers and what was rounded to them.
+      noise: Of `rounded`; broadcasts.
+      largest: The largest code.
+
+    Returns:
+      fp32 [B, H].
+    """
+    size, half = jnp.abs(codes), jnp.float32(0.5)
+    along = jnp.where(size > jnp.float32(0), rounded * jnp.sign(codes), jnp.abs(rounded))
+    asked = jnp.where(size < jnp.float32(largest), (along - noise) / (size + half), jnp.float32(0))
+    allowed = jnp.where(size > jnp.float32(0), (along + noise) / (size - half), jnp.float32(jnp.inf))
+    least, most = jnp.max(asked, axis=-2), jnp.min(allowed, axis=-2)
+    share = jnp.where(most > jnp.float32(0), jnp.maximum(least, jnp.float32(0)) / most, jnp.float32(jnp.inf))
+    return jnp.max(share, axis=-1)
 
 
 def byte_check(method: lq.Method, state: Any) -> tuple[int, int]:
