@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
@@ -139,6 +140,7 @@ def save(manager: ocp.CheckpointManager, done: int, tree: Any, *, force: bool = 
 
     The files are complete when this returns, so the caller may donate the arrays, and a failed write is seen at once.
     """
+    tree = jax.tree.map(_filled, tree)
     saved = manager.save(
         done,
         args=ocp.args.Composite(state=ocp.args.StandardSave(tree), cursor=ocp.args.JsonSave({"done": done})),
@@ -165,7 +167,7 @@ def restore_latest(manager: ocp.CheckpointManager, template: Any) -> tuple[int, 
     latest = manager.latest_step()
     if latest is None:
         return 0, template
-    abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, template)
+    abstract = jax.tree.map(lambda x: ocp.utils.to_shape_dtype_struct(_filled(x)), template)
     try:
         restored = manager.restore(
             latest,
@@ -176,7 +178,13 @@ def restore_latest(manager: ocp.CheckpointManager, template: Any) -> tuple[int, 
             f"checkpoint {manager.directory / str(latest)} cannot be read ({type(error).__name__}): delete that folder to "
             "go on from the one before it"
         ) from error
-    return restored["cursor"]["done"], restored["state"]
+    state = jax.tree.map(lambda old, new: new if np.size(old) else old, template, restored["state"])
+    return restored["cursor"]["done"], state
+
+
+def _filled(x: Any) -> Any:
+    """`x`, or one zero in place of no entries: orbax saves no empty arrays."""
+    return x if np.size(x) else np.zeros((1,) * np.ndim(x), x.dtype)
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:

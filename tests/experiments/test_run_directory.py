@@ -49,7 +49,7 @@ def cache():
     """Eleven linear layers, so that "10" sorts before "2", each with another method and so with other dtypes."""
     config = qwen35.Config(
         vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=11, num_attention_heads=1,
-        num_key_value_heads=1, head_dim=8, linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=10,
+        num_key_value_heads=1, head_dim=8, linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=8,
         linear_value_head_dim=9, layer_types=("linear_attention",) * 11,
     )  # fmt: skip
     empty = qwen35.init_cache(config, batch=2, method=lq.list_methods())
@@ -107,3 +107,15 @@ def test_saves_no_more_often_than_asked(tmp_path):
     with run.checkpoints(minimum_seconds=1000) as manager:
         saved = [run_directory.save(manager, i, {"x": np.ones(1)}, force=i == 4) for i in range(1, 5)]
     assert saved == [True, False, False, True]
+
+
+def test_an_empty_array_comes_back_empty(tmp_path):
+    """A run without answers has arrays without entries."""
+    tree = {"some": np.arange(3.0), "none": np.zeros((0, 2), bool)}
+    run = RunDirectory.open(tmp_path, {})
+    with run.checkpoints(minimum_seconds=0) as manager:
+        run_directory.save(manager, 1, tree)
+    with run.checkpoints(minimum_seconds=0) as manager:
+        done, back = run_directory.restore_latest(manager, tree)
+    assert done == 1 and back["none"].shape == (0, 2) and back["none"].dtype == bool
+    np.testing.assert_array_equal(back["some"], tree["some"])

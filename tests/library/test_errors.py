@@ -36,7 +36,7 @@ SIZES = dict(batch=2, num_heads=4, num_key_heads=2, key_dim=8, value_dim=10)
         (dict(record_dtype=jnp.float16), "record_dtype must be one of"),
         (dict(record_dtype=["float16"]), "record_dtype must be one of"),
         (dict(compensator_dtype=None), "compensator_dtype must be one of"),
-        (dict(fit="power"), r"fit must be one of \('subspace', 'svd'\), got 'power'"),
+        (dict(fit="power"), r"fit must be one of \('subspace', 'svd', 'cold'\), got 'power'"),
         (dict(rotation="random"), "rotation must be one of"),
         (dict(clip=0.9), "clip must be one of"),
         (dict(bits=None, rank=0, smoothing=0, boundary_dtype="int8"), "boundary_dtype must be one of"),
