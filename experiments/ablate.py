@@ -29,7 +29,7 @@ import leapquant_jax as lq
 from experiments import ablate_report, ablation_axes, items, playback, report, toy_heads, traces
 from experiments.ablation_axes import AXES
 from experiments.run_directory import RunDirectory
-from experiments.settings import define_flags, option, start
+from experiments.settings import define_flags, option, run_main
 from experiments.traces import Row, TraceBatch
 
 _BLOCK = 256  # tokens between two looks at the states; a multiple of every window
@@ -155,11 +155,7 @@ def _bytes(method: lq.Method, played: playback.Playback, batch: TraceBatch) -> d
 
 
 def main(argv: Sequence[str]) -> None:
-    settings = start("ablate", argv, Settings)
-    try:
-        print(run(settings))
-    except (ValueError, FileNotFoundError) as error:
-        raise SystemExit(f"ablate: {error}") from error
+    run_main("ablate", argv, Settings, run)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ from experiments import (
 )
 from experiments.lockstep import Lockstep, Progress
 from experiments.run_directory import RunDirectory
-from experiments.settings import define_flags, option, start
+from experiments.settings import define_flags, option, run_main
 from experiments.streams import Streams, make_streams
 from experiments.tokenization import ByteTokenizer, load_tokenizer
 from models import qwen35
@@ -212,7 +212,7 @@ def write_report(directory: Path) -> str:
 
 
 def main(argv: Sequence[str]) -> None:
-    print(run(start("accuracy", argv, Settings)))
+    run_main("accuracy", argv, Settings, run)
 
 
 def sha256_of_weights(directory: Path) -> str:

@@ -1,6 +1,6 @@
 """How far a low-bit recurrent state drifts from the fp32 one, without a model: one head, synthetic tokens.
 
-    python -m experiments.drift                                 # the article's toy head at 8 bits, in ten seconds
+    python -m experiments.drift                                 # the article's toy head at 8 bits, in twenty seconds
     python -m experiments.drift --bits=6 --window=8 --rank=2    # the same with your settings
     python -m experiments.drift --bits=8,4 --studies=all        # and what is below
 

@@ -22,7 +22,7 @@ from absl import app
 import leapquant_jax as lq
 from experiments import policy_report, policy_study, report, toy_heads, traces
 from experiments.run_directory import RunDirectory
-from experiments.settings import define_flags, option, start
+from experiments.settings import define_flags, option, run_main
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,11 +103,7 @@ def run(settings: Settings) -> str:
 
 
 def main(argv: Sequence[str]) -> None:
-    settings = start("policy", argv, Settings)
-    try:
-        print(run(settings))
-    except (ValueError, FileNotFoundError) as error:
-        raise SystemExit(f"policy: {error}") from error
+    run_main("policy", argv, Settings, run)
 
 
 if __name__ == "__main__":

@@ -1,40 +1,29 @@
 """Prompts of three kinds: held-out prose, held-out code, and a recall stream."""
 
 import ast
-import os
 import warnings
-from pathlib import Path
 
 import numpy as np
 
 from experiments import corpus, tasks
+from experiments.tokenization import ByteTokenizer, Tokenizer
 
 KINDS = ("prose", "code", "recall")
 _BYTES_PER_TOKEN = 8  # more than any tokenizer packs into a token of such text, on average
 
 
-def make_prompts(
-    kinds: tuple[str, ...], num_tokens: int, *, vocab_size: int, model_dir: str | os.PathLike, seed: int = 0
-) -> np.ndarray:
-    """The first `num_tokens` tokens of a prompt of each kind: int32 [N, T].
-
-    Bytes are tokens, as for the small models here, unless the model's folder holds a tokenizer.json.
+def make_prompts(kinds: tuple[str, ...], num_tokens: int, tokenizer: Tokenizer, seed: int = 0) -> np.ndarray:
+    """The first `num_tokens` tokens of a prompt of each kind, behind the tokenizer's prefix: int32 [N, T].
 
     Raises:
-      ValueError: For an unknown kind, a vocabulary too small for bytes, or more tokens than there is text.
+      ValueError: For an unknown kind, or more tokens than there is text.
     """
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown or not kinds:
         raise ValueError(f"--prompts must name some of {', '.join(KINDS)}; got {', '.join(kinds)}")
-    tokenizer_file = Path(model_dir) / "tokenizer.json"
-    if tokenizer_file.exists():
-        return np.stack([_tokenized(_text(kind, num_tokens, seed), tokenizer_file, num_tokens) for kind in kinds])
-    if vocab_size < corpus.VOCAB_SIZE:
-        raise ValueError(
-            f"--model_dir {model_dir} has a vocabulary of {vocab_size} and no tokenizer.json: bytes as tokens "
-            f"need {corpus.VOCAB_SIZE}"
-        )
-    return np.stack([_byte_tokens(kind, num_tokens, seed) for kind in kinds])
+    if isinstance(tokenizer, ByteTokenizer):
+        return np.stack([_byte_tokens(kind, num_tokens, seed) for kind in kinds])
+    return np.stack([_tokenized(_text(kind, num_tokens, seed), tokenizer, num_tokens) for kind in kinds])
 
 
 def documents(kind: str) -> np.ndarray:
@@ -57,10 +46,8 @@ def _text(kind: str, num_tokens: int, seed: int) -> str:
     return np.where(tokens < 256, tokens, ord("\n")).astype(np.uint8).tobytes().decode(errors="ignore")
 
 
-def _tokenized(text: str, file: Path, num_tokens: int) -> np.ndarray:
-    from tokenizers import Tokenizer
-
-    ids = Tokenizer.from_file(str(file)).encode(text).ids
+def _tokenized(text: str, tokenizer: Tokenizer, num_tokens: int) -> np.ndarray:
+    ids = [tokenizer.prefix, *tokenizer.encode(text)]
     if len(ids) < num_tokens:
         raise ValueError(f"--num_tokens {num_tokens}: the text gives only {len(ids)} tokens; ask for fewer")
     return np.array(ids[:num_tokens], np.int32)

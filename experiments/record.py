@@ -20,6 +20,7 @@ from absl import app
 from experiments import accuracy, prompts, recorder, run_directory, traces
 from experiments.run_directory import RunDirectory
 from experiments.settings import define_flags, option, start
+from experiments.tokenization import load_tokenizer
 from models import qwen35
 
 
@@ -94,9 +95,8 @@ def run(settings: Settings) -> list[Path]:
     model = qwen35.with_config(model, config)
     layers, heads = chosen_layers(settings.layers, config), chosen_key_heads(settings.key_heads, config)
     tokens = prompts.make_prompts(
-        settings.prompts, settings.skip_tokens + settings.num_tokens, vocab_size=config.vocab_size,
-        model_dir=directory, seed=settings.seed,
-    )  # fmt: skip
+        settings.prompts, settings.skip_tokens + settings.num_tokens, load_tokenizer(directory, config), settings.seed
+    )
     options = {
         name: value for name, value in dataclasses.asdict(settings).items() if name not in ("model_dir", "output_dir")
     }

@@ -52,10 +52,11 @@ def environment() -> dict[str, str]:
 
 
 def command() -> str:
-    """The command line of this program, as one would type it."""
+    """The command line of this program, as one would type it; without a folder of compiled programs, which is of one
+    machine and changes no result."""
     main = sys.modules["__main__"].__spec__
     program = ["python", "-m", main.name] if main is not None else ["python", Path(sys.argv[0]).name]
-    return shlex.join([*program, *sys.argv[1:]])
+    return shlex.join([*program, *(x for x in sys.argv[1:] if not x.startswith("--compilation_cache="))])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@
     class Settings:
         num_tokens: int = option(2048, "Length of every stream.")
 
-    def main(argv): print(run(start("accuracy", argv, Settings)))
+    def main(argv): run_main("accuracy", argv, Settings, run)
 
     if __name__ == "__main__":
         define_flags(Settings)
@@ -14,7 +14,7 @@ So an import defines no flags, programs may use the same flag names, and tests p
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,15 @@ def start[S](program: str, argv: Sequence[str], settings: type[S]) -> S:
     if folder and not getattr(chosen, "report_only", False):
         keep_compiled_programs(Path(folder))
     return chosen
+
+
+def run_main[S](program: str, argv: Sequence[str], settings: type[S], run: Callable[[S], str]) -> None:
+    """A whole main: prints what `run` returns, or one line that says what to change."""
+    chosen = start(program, argv, settings)
+    try:
+        print(run(chosen))
+    except (ValueError, FileNotFoundError) as error:
+        raise SystemExit(f"{program}: {error}") from error
 
 
 def keep_compiled_programs(directory: Path) -> None:

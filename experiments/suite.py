@@ -28,7 +28,7 @@ from absl import app
 
 from experiments import accuracy, accuracy_records, report, suite_records, suite_report
 from experiments.run_directory import RunDirectory
-from experiments.settings import define_flags, option, start
+from experiments.settings import define_flags, option, run_main
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ def run(settings: Settings) -> str:
 
 
 def main(argv: Sequence[str]) -> None:
-    print(run(start("suite", argv, Settings)))
+    run_main("suite", argv, Settings, run)
 
 
 if __name__ == "__main__":

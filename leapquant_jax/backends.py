@@ -11,9 +11,6 @@ from leapquant_jax.config import LeapConfig, check_implementation
 from leapquant_jax.fold import fold_rows
 from leapquant_jax.state import LeapState
 
-# The kernels join the automatic choice once tests/kernels/test_gpu.py has passed on a card for the version at hand.
-_KERNELS_ARE_AUTOMATIC = True
-
 
 class Backend(NamedTuple):
     """`append(config, state, q, k, v, g, beta, active)` and `fold_rows(config, state, rows)`."""
@@ -30,7 +27,7 @@ def resolve(config: LeapConfig, state: LeapState, implementation: str | None) ->
       NotImplementedError: "mosaic_gpu" was asked for and cannot run; the message says why.
     """
     check_implementation(implementation)
-    if implementation == "xla" or (implementation is None and not _KERNELS_ARE_AUTOMATIC):
+    if implementation == "xla":
         return "xla"
     reason = _why_not_mosaic(config, state)
     if reason is None:

@@ -9,7 +9,7 @@ import dataclasses
 from pallas_kernels.lanes.value import Lanes, Value
 from pallas_kernels.scales import power_of_two_scale
 
-_SMALLEST_PIVOT = 1e-5  # as leapquant_jax.fit
+_SMALLEST_PIVOT = 1e-5  # coarser than leapquant_jax.fit: the passes of the fit round to fp16
 _TINY = 1e-37  # squares below count as zero
 
 

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 import leapquant_jax as lq
 from experiments import playback, probes, prompts, record, recorder, replay, report, traces
+from experiments.tokenization import ByteTokenizer
 from models import qwen35
 from tests.library import helpers as hp
 
@@ -49,7 +50,7 @@ def test_recorded_inputs_give_the_models_own_states(recurrent_model, tmp_path):
     assert [f.stem for f in files] == [f"layer{i:02d}-{kind}" for i in (0, 1) for kind in ("prose", "code")]
 
     config, model = qwen35.from_pretrained(recurrent_model, dtype="float32")
-    tokens = prompts.make_prompts(("prose", "code"), 128, vocab_size=264, model_dir=recurrent_model)
+    tokens = prompts.make_prompts(("prose", "code"), 128, ByteTokenizer())
     cache = qwen35.init_cache(config, batch=2)
     for part in (tokens[:, :64], tokens[:, 64:]):
         _, cache = qwen35.prefill(model, jnp.asarray(part), cache, last_only=True)
@@ -93,10 +94,10 @@ def test_prompts_of_the_three_kinds():
     """Code parses, prose does not, and no held-out file is in both."""
     code, prose = prompts.documents("code").tobytes(), prompts.documents("prose").tobytes()
     assert b"\nimport " in code and b"Heaven" in prose and b"Heaven" not in code
-    tokens = prompts.make_prompts(prompts.KINDS, 4096, vocab_size=264, model_dir="nowhere")
+    tokens = prompts.make_prompts(prompts.KINDS, 4096, ByteTokenizer())
     assert tokens.shape == (3, 4096) and (tokens[:, 0] == 256).all()
-    with pytest.raises(ValueError, match="bytes as tokens need 264"):
-        prompts.make_prompts(("code",), 64, vocab_size=100, model_dir="nowhere")
+    with pytest.raises(ValueError, match="--prompts must name some of"):
+        prompts.make_prompts(("poetry",), 64, ByteTokenizer())
 
 
 def test_round_trip_and_damage(tmp_path):

@@ -1,11 +1,13 @@
 """The training loop on a tiny model: it learns, and a killed run ends where an unkilled one does."""
 
 import hashlib
+import itertools
 import json
 import os
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import jax
@@ -104,9 +106,13 @@ def test_b17_a_killed_training_run_ends_like_an_unkilled_one(text_directory, pro
 
 
 def test_a_run_by_the_clock_ends_in_time(text_directory, programs, tmp_path, monkeypatch):
+    """By a clock that moves when looked at, the trial says 600 steps; training looks at it at every step, and is slower."""
+    ticks = itertools.count()
+    monkeypatch.setattr(train, "time", types.SimpleNamespace(perf_counter=lambda: 0.02 * next(ticks)))
     train_here(monkeypatch, arguments(text_directory, tmp_path, "--minutes=0.02"))
     facts, *_ = (json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines())
-    assert facts["steps"] >= 1 and facts["seconds"] < 8
+    planned = json.loads((tmp_path / "steps.json").read_text())["steps"]
+    assert planned == 600 and 1 <= facts["steps"] < planned / 4 and facts["seconds"] < 1.1 * 60 * 0.02
     assert read_log(tmp_path)[-1]["step"] == facts["steps"]
     qwen35.from_pretrained(tmp_path / "model")
 

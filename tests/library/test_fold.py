@@ -331,5 +331,7 @@ def test_mse_clip_never_errs_more_and_adds_no_energy():
         state = hp.init_from(config, dense[None], **_sizes(3))
         total = np.asarray(hp.dense_state(config, state)[0], np.float64)
         errors[clip] = ((total - dense) ** 2).sum(1), np.asarray(state.column_scales[0])
+        gained = (total**2).sum(1) / (dense.astype(np.float64) ** 2).sum(1) - 1
+        assert (gained > 0.01).any() if clip is None else (gained < 1e-6).all()  # the plain scale does add some
     assert (errors["mse"][0] <= errors[None][0] * (1 + 1e-5)).all()
     assert (errors["mse"][1] < errors[None][1]).any()

@@ -47,8 +47,10 @@ def test_decode_equals_the_oracle_over_several_folds(options, gate):
     )  # fmt: skip
     state, outs = hp.decode(config, lq.init_state(config, **hp.sizes(x)), *x)
     expected, expected_outs = oracle.windowed(*x, window=5, **options)
-    # The same roundings happen in fp32 and in float64: only a code at a tie can differ, by 4e-4 of the state.
-    assert hp.relative(hp.dense_state(config, state), expected) < 6e-4
+    # The same roundings happen in fp32 and in float64: heads agree to fp32, but for two in which a number lay at a tie.
+    distance, size = (np.linalg.norm(x, axis=(-2, -1)) for x in (hp.dense_state(config, state) - expected, expected))
+    errors = np.sort((distance / size).ravel())
+    assert errors[-3] < 1e-6 and errors[-1] < 2e-3
     assert hp.relative(outs, expected_outs) < 6e-4
     truth, _ = oracle.exact(hp.zeros(x), *x)
     assert hp.relative(expected, truth) > 2e-3  # or else the comparison above would say nothing

@@ -19,7 +19,7 @@ def test_there_are_three():
 def test_committed_outputs(path):
     text = path.read_text()
     assert len(text) < 300_000
-    assert not re.search(r"/home/|/root/|/tmp/|/Users/|[A-Z]:\\\\", text)
+    assert not re.search(r"/(home|root|tmp|Users)/|[A-Z]:\\\\", text)
     code = [cell for cell in nbformat.reads(text, as_version=4).cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
     assert all(
