@@ -1,4 +1,4 @@
-"""What several tests of experiments need: a small model, and programs that compile fast."""
+"""A small model for the tests of experiments."""
 
 import jax
 import pytest
@@ -19,13 +19,3 @@ def model_dir(tmp_path_factory):
     key = jax.random.key(0, impl="unsafe_rbg")  # compiles in half the time of the others
     qwen35.save_pretrained(config, qwen35.from_config(config, key), directory)
     return directory
-
-
-@pytest.fixture(scope="module")
-def fast_compilation():
-    """Few of XLA's optimisations: tiny programs run no slower, and compile in a fraction of the time."""
-    name = "jax_disable_most_optimizations"
-    before = jax.config.values[name]
-    jax.config.update(name, True)
-    yield
-    jax.config.update(name, before)

@@ -10,19 +10,12 @@ import numpy as np
 import pytest
 import tokenizers
 
-from experiments import accuracy, accuracy_report, corpus, scoring, streams, tasks, tokenization
+from experiments import accuracy, accuracy_report, corpus, prompts, scoring, streams, tasks, tokenization
 from models import qwen35
 
 FIXTURE = Path(__file__).resolve().parents[1] / "data" / "qwen35" / "tiny_a_wrapped"
 VOCABULARY = 300
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compiles():
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +57,15 @@ def test_accuracy_end_to_end(directory, tmp_path):
     assert results.config["tokenizer"] == f"tokenizer.json, {VOCABULARY} tokens"
     assert results.one("quality", "exact", group=streams.TEXT)["tokens"] == 255
     assert results.find("state_error", "window-bf16")[-1]["mean"] > 0
+
+
+def test_prompts_go_through_the_tokenizer(directory):
+    tokenizer = tokenization.load_tokenizer(directory, qwen35.from_pretrained(directory)[0])
+    tokens = prompts.make_prompts(("prose", "recall"), 256, tokenizer)
+    assert tokens.shape == (2, 256) and (tokens[:, 0] == tokenizer.prefix).all() and tokens.max() < VOCABULARY
+    text = tokenizer.decode(tokens[0, 1:].tolist())
+    prose = prompts.documents("prose").tobytes().decode(errors="ignore").replace("\0", "\n")
+    assert len(text) > 256 and text[:100].strip() in prose
 
 
 def test_streams_through_a_tokenizer(reader):

@@ -23,6 +23,7 @@ EIGHT, WIDE, SIX, FOUR = (
     lq.LeapConfig(bits=4, rank=2, **BEST),
 )  # fmt: skip
 CANDIDATES = (EIGHT, WIDE, SIX, FOUR, PLAIN)
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 AT_REST = (1536, 1280, 1280, 1024, 2048)  # bytes of a head
 
 
@@ -43,16 +44,8 @@ def trace(layer, ranks, seed=0, T=512):
     return lq.Trace(*(jnp.asarray(x, jnp.float32) for x in arrays), dense=dense, layer=layer)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compiles():
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
-
 @pytest.fixture(scope="module")
-def note_4(quick_compiles):
+def note_4(fast_compilation):
     """Layers as in note 4: compensators hold all of layer 0, and barely help in layer 30. Layer 15 has one head of each."""
     traces = [trace(0, (2, 2)), trace(15, (2, SIZE)), trace(30, (SIZE, SIZE))]
     return lq.measure_candidates(traces, CANDIDATES, measure="output")
