@@ -4,8 +4,8 @@
 
 With clip="mse" a column's scale is first shrunk where that rounds with a smaller squared error, and then set to the
 least-squares scale of the codes, B_j = <R_j, q_j> / <q_j, q_j> with q_j what the codes read back as at scale 1. Then
-|R^_j|^2 = |R_j|^2 - |R_j - R^_j|^2: a fold can only take energy away. Any other scale adds some, and a head that hardly
-forgets feeds on it until it diverges.
+|R^_j|^2 = |R_j|^2 - |R_j - R^_j|^2: a fold can only take energy away. A scale from the largest entry adds some, and a head
+that hardly forgets feeds on it until it diverges.
 
 With rotation="hadamard" the codes hold H C^-1 R instead, H the orthonormal Hadamard matrix over the key rows. C and H
 act on the key index, so a read folds them into the vector, R^^T x = B * (Z^T (H C x)), and saves a pass over the state.

@@ -10,7 +10,8 @@ from leapquant_jax.config import LeapConfig
 from leapquant_jax.fit import start_directions
 from leapquant_jax.state import LeapState
 from pallas_kernels.compat import launch, over_rows
-from pallas_kernels.fold.program import FoldSpec, fold_program
+from pallas_kernels.fold.program import fold_program
+from pallas_kernels.fold.spec import FoldSpec
 from pallas_kernels.support import boundary_leaves
 from pallas_kernels.tuning import Launch, choose_launch
 

@@ -18,78 +18,18 @@ spare; both factors then scale by its root. Only factors (R x K, R x V), column 
 through shared memory, where every warp finishes them for itself.
 """
 
-import dataclasses
-from collections.abc import Callable
-
+from pallas_kernels.fold.factors import Factors, keep_previous
+from pallas_kernels.fold.fit import Fit
 from pallas_kernels.fold.gram import Exchange, orthonormalise, row_norms
-from pallas_kernels.fold.inputs import Inputs
-from pallas_kernels.fold.operands import Operands, OverKeys, OverValues, Place, Tiles, negative, row_bytes
+from pallas_kernels.fold.operands import Operands, Place, Tiles, row_bytes
+from pallas_kernels.fold.spec import FoldSpec
 from pallas_kernels.lanes.value import Lanes, Pointer, Value
 from pallas_kernels.scales import power_of_two_scale, suffix_sums
 
-_EXPLORE = 0.05  # as leapquant_jax.fit
 _LARGEST_HALF = 65504.0
 _SMALLEST_ROW, _SMALLEST_COLUMN = 1e-18, 1e-37  # as leapquant_jax.quantize
 _TINY = 1e-37  # squares and magnitudes below count as zero
 _ROUND = 12582912.0  # 1.5 2^23: adding it leaves the rounded integer in the low bits
-_ALL_LANES = (1, 2, 4, 8, 16)
-
-
-@dataclasses.dataclass(frozen=True)
-class FoldSpec:
-    """Static sizes: heads H, key heads G, K, V, window P, rank R <= 8, batch; subspace iterations; `LeapConfig.refit_gain`."""
-
-    heads: int
-    key_heads: int
-    key_dim: int
-    value_dim: int
-    window: int
-    rank: int
-    batch: int
-    iterations: int = 1
-    refit_gain: float = 0.0
-
-    @property
-    def warps(self) -> int:
-        return self.key_dim // 32
-
-    @property
-    def threads(self) -> int:
-        """Also K and V: where one thread finishes one key or one value column."""
-        return 32 * self.warps
-
-    @property
-    def tile(self) -> int:
-        """Value rows per lane."""
-        return self.value_dim // 8
-
-    @property
-    def basis_words(self) -> int:
-        """Words of one column of the value basis: four lanes of a line, `tile` words each, padded against bank conflicts."""
-        return 4 * (self.tile + 4)
-
-    def places(self) -> dict[str, int]:
-        """Byte offsets in shared memory, and the end."""
-        k, v, r, w = self.key_dim, self.value_dim, self.rank, self.warps
-        sizes = dict(
-            sums=4 * w * r * (v + 4), keys=4 * r * (k + 1), key_basis=2 * 8 * k, value_basis=4 * 8 * self.basis_words,
-            new_keys=r * row_bytes(k), new_values=r * row_bytes(v), columns=4 * v, energies=4 * 2 * w,
-            exchange=Exchange.bytes(r, w),
-        )  # fmt: skip
-        if self.refit_gain:
-            sizes |= dict(previous_keys=r * row_bytes(k), previous_values=r * row_bytes(v))
-        places, end = {}, 0
-        for name, size in sizes.items():
-            places[name], end = end, end + -(-size // 16) * 16
-        return places | {"end": end}
-
-    @property
-    def inputs(self) -> Inputs:
-        return Inputs(self.key_dim, self.value_dim, self.window, self.rank, self.places()["end"])
-
-    @property
-    def shared_bytes(self) -> int:
-        return self.inputs.places()["end"]
 
 
 def fold_program(
@@ -147,8 +87,8 @@ def fold_program(
         first_value, first_key = line * tile, warp * 32 + quad * 8  # of the lane's part of the state
         exchange = Exchange(lanes, places["exchange"], rank, warps, warp, lane)
         operands = Operands(lanes, place, key_dim=key_dim, value_dim=value_dim, rank=rank, window=window)
-        fit = _Fit(lanes, spec, place)
-        factors = _Factors(lanes, spec, place)
+        fit = Fit(lanes, spec, place)
+        factors = Factors(lanes, spec, place)
         read = {name: spec.inputs.table(lanes, name) for name in arrays}
         lanes.copies_done()
         lanes.barrier()
@@ -240,7 +180,7 @@ def fold_program(
         for start in range(0, tile, 8):
             operands.add(tiles[start // 2 : start // 2 + 4], new_over_values(start), new_over_keys)
         if spec.refit_gain:
-            keep = _keep_previous(lanes, spec, place, operands, tiles, factors)
+            keep = keep_previous(lanes, spec, place, operands, tiles, factors)
             new = [lanes.select(keep, a, b) for a, b in zip(previous, new, strict=True)]
 
         # --- row scales: c_k = sqrt(mean_v |R|) ---------------------------------------------------------------- eq. 7
@@ -295,201 +235,6 @@ def fold_program(
         return [next_row, next_live]
 
     lanes.for_items(items, start, fold)
-
-
-class _Fit:
-    """The passes of the subspace iteration, and where their bases lie in shared memory (fp16).
-
-    A basis over keys or over values is the second operand of a product, its column r; columns from R on hold anything.
-
-    Each pass rounds the state in a way of its own: to nearest, towards zero (which scales a basis, no more), to nearest
-    with neighbours swapped. Were two alike, the compiler would keep the 64 packed words of one for the other, and spill.
-    """
-
-    def __init__(self, lanes: Lanes, spec: FoldSpec, place: Place):
-        self.lanes, self.spec, self.place = lanes, spec, place
-        self.places = spec.places()
-
-    def start(self, directions, value_factors: Pointer) -> None:
-        """`leapquant_jax.fit._start`, a row per warp (any basis of the same span does; squares of fp16 fit fp32)."""
-        lanes, spec, place = self.lanes, self.spec, self.place
-        per_lane = spec.value_dim // 32
-        for r0 in range(0, spec.rank, spec.warps):
-            r = place.warp + r0
-            with lanes.when(r < spec.rank):
-                entry = place.lane * per_lane
-                mine = value_factors + (r * row_bytes(spec.value_dim) + entry * 2)
-                old = [x for w in lanes.load(mine, per_lane // 2) for x in lanes.unpack_half(w)]
-                fixed = lanes.floats(lanes.load(lanes.at(directions) + (r * spec.value_dim + entry) * 4, per_lane))
-                squared = old[0] * old[0]
-                for x in old[1:]:
-                    squared = lanes.fma(x, x, squared)
-                squared = lanes.all_sum(squared, _ALL_LANES)
-                inverse = lanes.select(squared > _TINY, lanes.reciprocal_sqrt(squared), 0.0)
-                for i, (f, x) in enumerate(zip(fixed, old, strict=True)):
-                    y = lanes.fma(f, _EXPLORE, x * inverse)
-                    target = self._value_place(place.line, (place.lane & 3) * per_lane + i)
-                    lanes.store_half(target + r * (4 * spec.basis_words), lanes.pack_half(y, y))
-
-    def store_basis(self, rows: list[Value]) -> None:
-        """Makes y_r, an entry per thread, the basis of `sum_over_values`."""
-        thread, tile = self.place.thread, self.spec.tile
-        target = self._value_place(thread // tile, thread % tile)
-        for r, y in enumerate(rows):
-            self.lanes.store_half(target + 4 * r * self.spec.basis_words, self.lanes.pack_half(y, y))
-
-    def _value_place(self, line: Value, i: Value) -> Pointer:
-        """Of value row i of a line: word i of lane line / 2 holds it and that of the next line, as a product wants them."""
-        byte = (line >> 1) * (4 * (self.spec.tile + 4)) + i * 4 + (line & 1) * 2
-        return self.lanes.shared(byte) + self.places["value_basis"]
-
-    def sum_over_values(self, tiles: Tiles, swapped: bool = False) -> list[Value]:
-        """S y_r at key `thread`, for each r."""
-        lanes, spec, place = self.lanes, self.spec, self.place
-        column = lanes.shared(place.line * (4 * spec.basis_words) + place.quad * (4 * (spec.tile + 4)))
-        # [q][m % 2]: rows are the keys of n = 2q, then those of n = 2q + 1; two sums each, so that products overlap
-        sums = [[[lanes.constant(0.0, "f32")] * 4 for _ in range(2)] for _ in range(2)]
-        for start in range(0, spec.tile // 2, 2):
-            y = lanes.load(column + (self.places["value_basis"] + 8 * start), 4)
-            for m in (start, start + 1):
-                y_pair = y[2 * (m - start) : 2 * (m - start) + 2]
-                for q in range(2):
-                    fours = tiles[m][2 * q : 2 * q + 2]
-                    halves = [(four[2 * i + swapped], four[2 * i + 1 - swapped]) for i in range(2) for four in fours]
-                    halves = [lanes.pack_half(*pair) for pair in halves]
-                    turned = [lanes.transpose_halves(word) for word in halves]
-                    sums[q][m % 2] = lanes.mma_f16(sums[q][m % 2], turned, y_pair)
-        key = place.warp * 32 + (place.line >> 1) * 8 + ((place.line & 1) ^ int(swapped))
-        stride = 4 * (spec.key_dim + 1)
-        for n in range(4):
-            for c in range(2):
-                r = place.quad * 2 + c
-                target = lanes.shared(r * stride + key * 4) + (self.places["keys"] + 8 * n)
-                even, odd = (part[2 * (n % 2) + c] for part in sums[n // 2])
-                lanes.store(target, [even + odd], when=r < spec.rank)
-        lanes.warp_barrier()
-        mine = lanes.shared(place.thread * 4) + self.places["keys"]
-        return [lanes.floats(lanes.load(mine + r * stride))[0] for r in range(spec.rank)]
-
-    def sum_over_keys(self, tiles: Tiles, x: list[Value]) -> list[Value]:
-        """S^T x_r at value `thread`, for each r, from x_r at key `thread`; one barrier."""
-        lanes, spec, place = self.lanes, self.spec, self.place
-        basis = self.places["key_basis"]
-        for r in range(spec.rank):
-            target = lanes.shared(place.warp * 512 + place.lane * 2) + (basis + 64 * r)
-            lanes.store_half(target, lanes.pack_half(x[r], x[r]))
-        lanes.warp_barrier()
-        words = lanes.load(lanes.shared(place.warp * 512 + place.line * 64 + place.quad * 16) + basis, 4)
-        stride = 4 * (spec.value_dim + 4)
-        for start in range(0, spec.tile // 2, 2):
-            entries: list[list[Value]] = [[], []]  # of r = 2 quad and the next, at four value rows
-            for fours in tiles[start : start + 2]:
-                sums = [lanes.constant(0.0, "f32")] * 4
-                for p in range(2):
-                    pair = fours[2 * p : 2 * p + 2]
-                    a, b = ([lanes.pack_half_down(*four[2 * i : 2 * i + 2]) for i in range(2)] for four in pair)
-                    sums = lanes.mma_f16(sums, [*a, *b], words[2 * p : 2 * p + 2])
-                for c in range(2):
-                    entries[c] += [sums[c], sums[2 + c]]
-            for c in range(2):
-                r = place.quad * 2 + c
-                first = (place.warp * spec.rank + r) * stride + place.line * (4 * spec.tile)
-                lanes.store(lanes.shared(first) + (self.places["sums"] + 8 * start), entries[c], when=r < spec.rank)
-        lanes.barrier()
-        result = []
-        for r in range(spec.rank):
-            mine = lanes.shared(place.thread * 4) + self.places["sums"]
-            parts = [lanes.floats(lanes.load(mine + (w * spec.rank + r) * stride))[0] for w in range(spec.warps)]
-            total = parts[0]
-            for part in parts[1:]:
-                total = total + part
-            result.append(total)
-        return result
-
-
-@dataclasses.dataclass(frozen=True)
-class _Factors:
-    """Compensators as threads hold them: for each r one word, the fp16 key factor at key `thread` and, above it, the value
-    factor at value `thread`."""
-
-    lanes: Lanes
-    spec: FoldSpec
-    place: Place
-
-    def load(self, keys: Pointer, values: Pointer, decay: Value) -> list[Value]:
-        """The compensators of two tables in shared memory, decayed."""
-        result = []
-        for r in range(self.spec.rank):
-            key, value = (
-                self.lanes.unpack_half(self.lanes.load_small(table + self.place.thread * 2 + r * row_bytes(size), 2))[0]
-                for table, size in ((keys, self.spec.key_dim), (values, self.spec.value_dim))
-            )
-            result.append(self.lanes.pack_half(key * decay, value))
-        return result
-
-    def store(self, keys: Pointer, values: Pointer, words: list[Value]) -> None:
-        """Writes them to memory."""
-        keys, values = (pointer + self.place.thread * 2 for pointer in (keys, values))
-        for r, word in enumerate(words):
-            self.lanes.store_half(keys + 2 * r * self.spec.key_dim, word)
-            self.lanes.store_half(values + 2 * r * self.spec.value_dim, word >> 16)
-
-    def share(self, name: str, words: list[Value], key_unit: Value, value_unit: Value) -> None:
-        """Puts the factors in shared memory, multiplied by powers of two."""
-        places = self.spec.places()
-        keys, values = (self.lanes.shared(self.place.thread * 2) + places[f"{name}_{x}"] for x in ("keys", "values"))
-        for r, word in enumerate(words):
-            key, value = self.lanes.unpack_half(word)
-            word = self.lanes.pack_half(key * key_unit, value * value_unit)
-            self.lanes.store_half(keys + r * row_bytes(self.spec.key_dim), word)
-            self.lanes.store_half(values + r * row_bytes(self.spec.value_dim), word >> 16)
-
-    def operands(self, operands: Operands, name: str) -> tuple[OverKeys, Callable[[int], OverValues]]:
-        """Of the factors in shared memory: over keys, and over eight value rows from a given one on."""
-        places = self.spec.places()
-        keys, values = (self.lanes.shared(places[f"{name}_{x}"]) for x in ("keys", "values"))
-        return operands.factor_keys(keys), lambda start: operands.factor_values(values, start)
-
-
-def _keep_previous(
-    lanes: Lanes, spec: FoldSpec, place: Place, operands: Operands, tiles: Tiles, factors: _Factors
-) -> Value:
-    """`leapquant_jax.fold._keep_unless_better`: whether the previous compensators stay; `tiles` are their residual then.
-
-    The residual against them is R + P_new - P_previous: one product of 16 summation indices per tile. Value factors are
-    shared with their signs turned.
-    """
-    new_over_keys, new_over_values = factors.operands(operands, "new")
-    old_over_keys, old_over_values = factors.operands(operands, "previous")
-    over_keys = [a + b for a, b in zip(negative(new_over_keys), old_over_keys, strict=True)]
-
-    def over_values(start: int) -> OverValues:
-        return [a + b for a, b in zip(new_over_values(start), old_over_values(start), strict=True)]
-
-    # Of the new residual, of the previous compensators'; by accumulator register, so that the additions overlap.
-    squares = [[lanes.constant(0.0, "f32")] * 4 for _ in range(2)]
-    for start in range(0, spec.tile, 8):
-        for values, fours in zip(over_values(start), tiles[start // 2 :], strict=False):
-            others = [lanes.mma_f16(four, values, keys) for four, keys in zip(fours, over_keys, strict=True)]
-            for which, part in enumerate((fours, others)):
-                for four in part:
-                    squares[which] = [lanes.fma(x, x, total) for x, total in zip(four, squares[which], strict=True)]
-    squares = [(a + b) + (c + d) for a, b, c, d in squares]
-    [mine] = lanes.scatter_sum(squares, (16,))
-    mine = lanes.all_sum(mine, (1, 2, 4, 8))
-    energies = spec.places()["energies"]
-    target = lanes.shared(place.warp * 8 + (place.lane >> 4) * 4) + energies
-    lanes.store(target, [mine], when=(place.lane & 15).equals(0))
-    lanes.barrier()
-    parts = [lanes.floats(lanes.load(lanes.shared(energies + 8 * w), 2)) for w in range(spec.warps)]
-    new_energy, previous_energy = parts[0]
-    for a, b in parts[1:]:
-        new_energy, previous_energy = new_energy + a, previous_energy + b
-    keep = new_energy >= previous_energy * (1.0 - spec.refit_gain)  # a NaN refits
-    over_keys = [[lanes.select(keep, word, 0) for word in pair] for pair in over_keys]
-    for start in range(0, spec.tile, 8):
-        operands.add(tiles[start // 2 : start // 2 + 4], over_values(start), over_keys)
-    return keep
 
 
 def _largest(lanes: Lanes, values: list[Value]) -> Value:

@@ -85,10 +85,6 @@ class EmulatedLanes(Lanes):
         for item in range(self._worker, count, self.workers):
             carried = body(self.constant(item, "i32"), carried)
 
-    def repeat(self, count: int, body: Callable[[Value], None], unroll: int = 1) -> None:
-        for i in range(count):
-            body(self.constant(i, "i32"))
-
     def constant(self, x: Number, kind: str) -> Value:
         if kind == "i32" and not -(2**31) <= int(x) < 2**31:
             x = (int(x) + 2**31) % 2**32 - 2**31
@@ -233,8 +229,7 @@ class EmulatedLanes(Lanes):
             self._races.touch(mask, address, writes)
         return memory, mask, address
 
-    def load(self, pointer: Pointer, words: int = 1, when: Value | None = None, once: bool = False) -> list[Value]:
-        del once
+    def load(self, pointer: Pointer, words: int = 1, when: Value | None = None) -> list[Value]:
         memory, mask, address = self._bytes(pointer, 4 * words, when)
         loaded = np.where(mask[:, None], memory[address].view(np.int32), 0)
         return [Value(self, "i32", np.ascontiguousarray(loaded[:, i])) for i in range(words)]

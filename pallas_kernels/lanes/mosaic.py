@@ -172,20 +172,6 @@ class MosaicLanes(Lanes):
             inner = [Value(self, x.kind, data) for x, data in zip(carried, loop.inner_iter_args, strict=True)]
             scf.yield_([x.data for x in body(item, inner)])
 
-    def repeat(self, count: int, body: Callable[[Value], None], unroll: int = 1) -> None:
-        looped = count // unroll * unroll if count > unroll else 0
-        if looped:
-            [stop] = self._asm(
-                "mov.b32 $0, $1;", [self.constant(looped, "i32").data], "=r,r", 1
-            )  # opaque: stays a loop
-            loop = scf.ForOp(self.constant(0, "i32").data, stop.data, self.constant(unroll, "i32").data)
-            with ir.InsertionPoint(loop.body):
-                for i in range(unroll):
-                    body(Value(self, "i32", loop.induction_variable) + i)
-                scf.yield_([])
-        for i in range(looped, count):
-            body(self.constant(i, "i32"))
-
     @contextlib.contextmanager
     def when(self, condition: Value):
         branch = scf.IfOp(condition.data)
@@ -214,12 +200,11 @@ class MosaicLanes(Lanes):
         """(state space, constraint of the address operand)."""
         return ("shared", "r") if pointer.array is None else ("global", "l")
 
-    def load(self, pointer: Pointer, words: int = 1, when: Value | None = None, once: bool = False) -> list[Value]:
+    def load(self, pointer: Pointer, words: int = 1, when: Value | None = None) -> list[Value]:
         space, letter = self._address(pointer)
-        hint = ".L1::no_allocate" if once and space == "global" else ""
         outs = ["$" + str(i) for i in range(words)]
         target = outs[0] if words == 1 else "{" + ",".join(outs) + "}"
-        text = f"ld.{space}{hint}{_VECTOR[words]}.b32 {target}, [${words}+{pointer.offset}];"
+        text = f"ld.{space}{_VECTOR[words]}.b32 {target}, [${words}+{pointer.offset}];"
         if when is None:
             return self._asm(text, [pointer.base], ",".join(["=r"] * words + [letter]), words)
         zeros = " ".join(f"mov.b32 {o}, 0;" for o in outs)

@@ -125,11 +125,6 @@ class Lanes:
         `count` or more, for a worker that gets none."""
         raise NotImplementedError
 
-    def repeat(self, count: int, body: Callable[[Value], None], unroll: int = 1) -> None:
-        """`body(i)` for i in 0..count-1 as a loop of the machine, `unroll` at a time: short code stays in the instruction
-        cache."""
-        raise NotImplementedError
-
     # -- registers
     def value(self, x: Value | Number, kind: str = "i32") -> Value:
         return x if isinstance(x, Value) else self.constant(x, kind)
@@ -192,9 +187,9 @@ class Lanes:
     def advance(self, pointer: Pointer, offset: Value) -> Pointer:
         raise NotImplementedError
 
-    def load(self, pointer: Pointer, words: int = 1, when: Value | None = None, once: bool = False) -> list[Value]:
+    def load(self, pointer: Pointer, words: int = 1, when: Value | None = None) -> list[Value]:
         """1, 2 or 4 consecutive 32-bit words (aligned to their size). Lanes where `when` is false get 0 and read
-        nothing. `once` marks data that no other worker will read."""
+        nothing."""
         raise NotImplementedError
 
     def load_small(self, pointer: Pointer, size: int, when: Value | None = None) -> Value:
@@ -298,11 +293,6 @@ class Lanes:
         """Sum over the lanes reached by xor with `masks`, in each of them."""
         for mask in masks:
             a = a + self.shuffle_xor(a, mask)
-        return a
-
-    def all_max(self, a: Value, masks: tuple[int, ...]) -> Value:
-        for mask in masks:
-            a = self.maximum(a, self.shuffle_xor(a, mask))
         return a
 
     def scatter_sum(self, values: list[Value], masks: tuple[int, ...]) -> list[Value]:
