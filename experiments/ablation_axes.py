@@ -146,6 +146,7 @@ def equal_bytes() -> list[Point]:
         },
         "19,456": {
             "8 bits, rank 4": leap(8),
+            "with rotation": leap(8, rotation="hadamard"),
             "with rotation + clip": leap(8, **BEYOND),
             "6 bits, rank 12, rotation + clip": leap(6, rank=12, **BEYOND),
         },
@@ -168,7 +169,7 @@ AXES: dict[str, Callable[[], list[Point]]] = {
 def long_methods() -> list[lq.Method]:
     """Those whose stability over very many folds is in question."""
     return [
-        lq.get_method("window-bf16"), leap(8), leap(8, **BEYOND), leap(6), leap(6, **BEYOND),
+        lq.get_method("window-bf16"), leap(8), leap(8, rotation="hadamard"), leap(8, **BEYOND), leap(6), leap(6, **BEYOND),
         leap(4), leap(4, clip="mse"), leap(4, rotation="hadamard"), leap(4, **BEYOND),
         leap(4, refit_gain=0, **BEYOND), leap(4, refit_gain=0.1, **BEYOND),
     ]  # fmt: skip

@@ -35,7 +35,7 @@ from pallas_kernels.shapes import SHAPES
 _OUTPUT_DIR = flags.DEFINE_string("output_dir", "results/kernels", "A folder named after the card is made in it.")
 _BATCHES = flags.DEFINE_list("batches", ["512", "128", "32", "8", "1", "1024"], "Batch sizes.")
 _SHAPE = flags.DEFINE_enum("shape", "qwen3.5-9b", list(SHAPES), "Which named shape.")
-_REFIT_GAIN = flags.DEFINE_float("refit_gain", 0.02, "As in LeapConfig; 0 refits at every fold.")
+_METHOD = flags.DEFINE_enum("method", "leapquant-int8", ["leapquant-int8", "leapquant-int8-paper"], "Whose config.")
 _WINDOWS = flags.DEFINE_integer("windows", 3, "Windows timed per batch.")
 _SCAN = flags.DEFINE_bool("scan", True, "Also time decode inside lax.scan.")
 _FOLD_LAUNCH = flags.DEFINE_list("fold_launch", None, "Blocks, workers per block instead of the tuning table.")
@@ -60,7 +60,7 @@ def head_bytes(shape, fill: float) -> dict[str, float]:
 
 def make_state(shape, batch: int) -> tuple[lq.LeapConfig, LeapState, tuple]:
     """A random row, repeated: times do not depend on the data, and nothing large has to be drawn."""
-    config = lq.LeapConfig(rank=shape.rank, window=shape.window, refit_gain=_REFIT_GAIN.value)
+    config = dataclasses.replace(lq.get_method(_METHOD.value).config, rank=shape.rank, window=shape.window)
     random = np.random.default_rng(0)
     state = lq.init_state(
         config, batch=1, num_heads=shape.heads, num_key_heads=shape.key_heads, key_dim=shape.key_dim,
@@ -210,7 +210,7 @@ def write_report(folder: pathlib.Path, result: dict) -> None:
     text = [
         f"# Kernels on {result['card']}",
         f"{result['shape']}: {shape.heads} value heads, {shape.key_heads} key heads, {shape.key_dim} x {shape.value_dim}, "
-        f"window {shape.window}, rank {shape.rank}, refit_gain {result['refit_gain']}. jax {result['jax']}. "
+        f"window {shape.window}, rank {shape.rank}, `{result['method']}`. jax {result['jax']}. "
         f"Read {read / 1e9:.0f} GB/s, "
         f"copy {result['ceilings']['copy'] / 1e9:.0f} GB/s (measured in the same run).",
         "`mean` is kernel time over a window: 16 appends and one fold, divided by 16. `staggered`: rows at 16 different "
@@ -273,7 +273,7 @@ def main(_: list[str]) -> None:
     folder = pathlib.Path(_OUTPUT_DIR.value) / device.device_kind.lower().replace(" ", "_")
     folder.mkdir(parents=True, exist_ok=True)
     result = {
-        "card": device.device_kind, "shape": _SHAPE.value, "refit_gain": _REFIT_GAIN.value, "jax": jax.__version__,
+        "card": device.device_kind, "shape": _SHAPE.value, "method": _METHOD.value, "jax": jax.__version__,
         "ceilings": ceilings(), "rows": [],
         "command": " ".join(["python -m experiments.bench_kernels", *sys.argv[1:]]),
     }  # fmt: skip

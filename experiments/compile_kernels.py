@@ -8,6 +8,7 @@ turn it into machine code to read. This is how register counts, spills and instr
 compared before any of them was run.
 """
 
+import dataclasses
 import os
 import pathlib
 import tempfile
@@ -23,7 +24,7 @@ from pallas_kernels.shapes import SHAPES
 
 _KERNEL = flags.DEFINE_enum("kernel", "append", ["append", "fold"], "Which kernel.")
 _SHAPE = flags.DEFINE_enum("shape", "qwen3.5-9b", list(SHAPES), "Which named shape.")
-_REFIT_GAIN = flags.DEFINE_float("refit_gain", 0.02, "As in LeapConfig.")
+_METHOD = flags.DEFINE_enum("method", "leapquant-int8", ["leapquant-int8", "leapquant-int8-paper"], "Whose config.")
 _BATCH = flags.DEFINE_integer("batch", 512, "Batch size.")
 _LAUNCH = flags.DEFINE_list("launch", None, "Blocks, workers per block, heads per item; the tuning table if not given.")
 _DUMP_DIR = flags.DEFINE_string(
@@ -56,7 +57,7 @@ def main(_: list[str]) -> None:
     launch = None
     if _LAUNCH.value:
         launch = pallas_kernels.Launch(*map(int, _LAUNCH.value))
-    config = lq.LeapConfig(rank=shape.rank, window=shape.window, refit_gain=_REFIT_GAIN.value)
+    config = dataclasses.replace(lq.get_method(_METHOD.value).config, rank=shape.rank, window=shape.window)
     state = jax.eval_shape(
         lambda: lq.init_state(
             config, batch=batch, num_heads=shape.heads, num_key_heads=shape.key_heads, key_dim=shape.key_dim,

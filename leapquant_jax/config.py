@@ -16,7 +16,8 @@ Implementation = Literal["xla", "mosaic_gpu"]
 class LeapConfig:
     """How a recurrent state is stored between tokens.
 
-    The defaults are the paper's 8-bit method: 19,456 bytes for a 128 x 128 head at rest.
+    The defaults are the paper's 8-bit method with `refit_gain`: 19,456 bytes for a 128 x 128 head at rest. The methods
+    that have a name (`get_method`) choose more for themselves.
 
     Attributes:
       bits: width of the integer codes of the boundary state, 8, 6 or 4 (6 and 4 are really packed), or None together
@@ -34,7 +35,7 @@ class LeapConfig:
       refit_gain: a fold keeps a head's previous compensators, decayed, unless new ones leave at least this share less
         residual energy; 0 refits every time, as the paper does. In a head that hardly changes the residual sits on its
         grid while refitted compensators wander, and each fold adds an error that no rounding takes back.
-      rotation: "hadamard" rotates the smoothed residual over its key rows before rounding (K a power of two). Beyond
+      rotation: "hadamard" rotates the key rows before anything is rounded (K a power of two): see `rotation.py`. Beyond
         the paper.
       clip: "mse" shrinks each column's scale where that lowers its squared rounding error. Beyond the paper.
       boundary_dtype: stores the boundary state as plain floats of this type instead of codes ("float32" switches
@@ -127,7 +128,10 @@ class LeapConfig:
                 "compensators would hold the whole state"
             )
         if self.rotation == "hadamard" and key_dim & (key_dim - 1):
-            raise ValueError(f"rotation='hadamard' needs a key_dim that is a power of two, got {key_dim}")
+            raise ValueError(
+                f"rotation='hadamard' needs a key_dim that is a power of two, got {key_dim}: pass rotation=None, or the "
+                "method leapquant-int8-paper"
+            )
 
 
 def check_config(config: object) -> LeapConfig:

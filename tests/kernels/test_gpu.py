@@ -11,10 +11,13 @@ import pytest
 
 import leapquant_jax as lq
 import pallas_kernels
+from experiments import prompts, recorder, tokenization
+from experiments.accuracy import DEFAULT_MODEL
 from leapquant_jax.append import append as xla_append
 from leapquant_jax.fold import fold_rows
 from leapquant_jax.quantize import quantize
 from leapquant_jax.window import materialise
+from models import qwen35
 from pallas_kernels import Launch
 from pallas_kernels.shapes import SHAPES, Shape
 from tests.kernels.helpers import leaves, random_state
@@ -36,9 +39,11 @@ FOLDS = {
 }
 
 
+@pytest.mark.parametrize("rotation", [None, "hadamard"], ids=["", "rotated"])
 @pytest.mark.parametrize(("shape", "batch", "launch"), APPENDS.values(), ids=APPENDS)
-def test_append(shape: Shape, batch: int, launch: Launch | None) -> None:
+def test_append(shape: Shape, batch: int, launch: Launch | None, rotation: str | None) -> None:
     config, state, token = random_state(shape, batch)
+    config = dataclasses.replace(config, rotation=rotation)
     active = jnp.arange(batch, dtype=jnp.int32) % 5 != 1
     expected_state, expected = jax.jit(lambda s, *t: xla_append(config, s, *t, active=active))(state, *token)
     got_state, got = jax.jit(lambda s, *t: pallas_kernels.append(config, s, *t, active, tuning=launch))(state, *token)
@@ -89,24 +94,20 @@ def test_decode_copies_no_state() -> None:
     assert memory.temp_size_in_bytes < 0.25 * size  # the token inputs, time-major; the state alone would be 1.0
 
 
+def recorded_trace() -> lq.Trace:
+    """Nine rows: every linear layer of the trained model, reading prose, code and recall tasks."""
+    config, model = qwen35.from_pretrained(DEFAULT_MODEL)
+    prompt = prompts.make_prompts(prompts.KINDS, 4095, tokenization.load_tokenizer(DEFAULT_MODEL, config), 0)
+    traces, _ = recorder.record(model, prompt, recorder.linear_layers(config))
+    return jax.tree.map(lambda *x: jnp.concatenate(x), *(dataclasses.replace(trace, layer=0) for trace in traces))
+
+
 def test_a_trace_of_4095_tokens() -> None:
-    """Window by window through both paths from the same state: codes equal, or ties of the last rounding."""
-    batch, length = 2, 4096
-    config = lq.LeapConfig()
-    sizes = dict(batch=batch, num_heads=8, num_key_heads=4, key_dim=128, value_dim=128)
-    state = lq.init_state(config, **sizes)
-    keys = jax.random.split(jax.random.key(0), 5)
-
-    def normal(i: int, *size: int) -> jax.Array:
-        return jax.random.normal(keys[i], (length // 16, batch, 16, *size))
-
-    # Keys drift, and heads forget at very different rates, as in a trained model.
-    k = lq.l2norm(normal(0, 4, 128) + 2 * jax.random.normal(keys[4], (128,))[None, None, None, None])
-    q = lq.l2norm(normal(1, 4, 128)) * jnp.float32(128**-0.5)
-    rates = jnp.exp2(-jnp.arange(8, dtype=jnp.float32) * 1.5 - 1)
-    g = -jnp.abs(normal(3, 8)) * rates[None, None, None]
-    beta = jax.nn.sigmoid(normal(4, 8))
-    v = normal(2, 8, 128)
+    """Recorded from the trained model, window by window through both paths from the same state: codes equal, or ties of
+    the last rounding."""
+    config = lq.get_method("leapquant-int8").config
+    trace = recorded_trace()
+    state = lq.init_state(config, **trace.sizes)
     windows = {
         name: jax.jit(lambda s, *t, name=name: lq.decode(config, s, *t, implementation=name))
         for name in ("xla", "mosaic_gpu")
@@ -117,8 +118,8 @@ def test_a_trace_of_4095_tokens() -> None:
         for name in ("xla", "mosaic_gpu")
     }
     differing, given, total, worst_out = 0, 0, 0, 0.0
-    for w in range(length // 16):
-        token = tuple(x[w] for x in (q, k, v, g, beta))
+    for w in range(4095 // 16):
+        token = tuple(x[:, 16 * w : 16 * w + 16] for x in trace.tokens)
         outs, folded = {}, {}
         before, _ = windows["xla"](state, *(x[:, :15] for x in token))
         for name in windows:

@@ -66,9 +66,10 @@ def svd_compensators(S, rank):
     return (left[:, :rank] * root).T, right[:rank] * root[:, None]
 
 
-def hadamard(size):
-    """Entry (i, j) is (-1)^(number of common one bits) / sqrt(size)."""
-    return np.array([[(-1.0) ** bin(i & j).count("1") for j in range(size)] for i in range(size)]) / np.sqrt(size)
+def rotation_matrix(size):
+    """Entry (i, j) is (-1)^(number of common one bits) / sqrt(size), with fixed random signs on the columns."""
+    hadamard = np.array([[(-1.0) ** bin(i & j).count("1") for j in range(size)] for i in range(size)])
+    return hadamard / np.sqrt(size) * (2.0 * np.random.RandomState(1).randint(0, 2, size) - 1)
 
 
 @dataclasses.dataclass
@@ -94,13 +95,13 @@ def quantize(R, bits=8, smoothing=0.5, rotation=False):
     largest = LARGEST_CODE[bits]
     rows = np.abs(R).mean(1) ** smoothing if smoothing else np.ones(len(R))
     rows = np.where(np.abs(R).max(1) > 0, rows, 1.0).astype(np.float32).astype(np.float64)
-    H = hadamard(len(R)) if rotation else np.eye(len(R))
-    scaled = H @ (R / rows[:, None])
+    Q = rotation_matrix(len(R)) if rotation else np.eye(len(R))
+    scaled = Q @ (R / rows[:, None])
     columns = (np.abs(scaled).max(0) / largest).astype(np.float32).astype(np.float64)
     codes = np.zeros_like(R)
     used = columns > 0
     codes[:, used] = np.clip(np.rint(scaled[:, used] / columns[used]), -largest, largest)
-    return Rounded(codes, rows, columns, H)
+    return Rounded(codes, rows, columns, Q)
 
 
 class WindowedHead:
@@ -113,7 +114,10 @@ class WindowedHead:
         self.boundary = np.zeros((key_dim, value_dim))
         self.bits, self.window, self.rank, self.smoothing = bits, window, rank, smoothing
         self.record_dtype, self.compensator_dtype = record_dtype, compensator_dtype
-        self.boundary_dtype, self.rotation, self.channel = boundary_dtype, rotation, channel
+        self.boundary_dtype, self.channel = boundary_dtype, channel
+        # One decay per head: what is stored are the rows of Q S. One per channel: the rounding of S alone is rotated.
+        self.rotated_codes = rotation and channel
+        self.basis = rotation_matrix(key_dim) if rotation and not channel else np.eye(key_dim)
         self.records: list[tuple] = []  # (k as stored, u as stored, g)
         self.folds = 0
 
@@ -131,7 +135,8 @@ class WindowedHead:
         S = np.broadcast_to(np.exp(g), k.shape)[:, None] * self.state()
         u = beta * (v - S.T @ k)
         power = 2.0 ** np.floor(np.log2(np.abs(u).max()) + 1) if np.abs(u).max() > 0 else 1.0
-        k, u = round_to(k, self.record_dtype), round_to(u / power, self.record_dtype) * power
+        k = self.basis.T @ round_to(self.basis @ k, self.record_dtype)
+        u = round_to(u / power, self.record_dtype) * power
         out = S.T @ q + u * (k @ q)
         self.records.append((k, u, g))
         if len(self.records) == self.window:
@@ -139,7 +144,7 @@ class WindowedHead:
         return out
 
     def fold(self, compensators=None):
-        S = self.state()
+        S = self.basis @ self.state()
         self.records, self.folds = [], self.folds + 1
         if self.boundary_dtype:
             self.boundary = round_to(S, self.boundary_dtype)
@@ -150,7 +155,8 @@ class WindowedHead:
             keys, values = round_to(keys, self.compensator_dtype), round_to(values, self.compensator_dtype)
             low_rank = keys.T @ values
         # against the *rounded* compensators, otherwise their own rounding error is never corrected
-        self.boundary = low_rank + quantize(S - low_rank, self.bits, self.smoothing, self.rotation).dense()
+        rounded = quantize(S - low_rank, self.bits, self.smoothing, self.rotated_codes).dense()
+        self.boundary = self.basis.T @ (low_rank + rounded)
 
 
 def windowed(q, k, v, g, beta, **options):
