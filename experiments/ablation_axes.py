@@ -10,6 +10,10 @@ import leapquant_jax as lq
 BITS = (8, 6, 4)
 RANKS = {8: 4, 6: 6, 4: 6}  # the paper's compensators at each width
 BEYOND: dict[str, Any] = dict(rotation="hadamard", clip="mse")
+# What the named methods of the library add to the paper's.
+NAMED: dict[int, dict[str, Any]] = {
+    8: dict(smoothing=1), 6: dict(smoothing=1, clip="mse"), 4: dict(smoothing=1, **BEYOND)
+}  # fmt: skip
 
 
 class Point(NamedTuple):
@@ -65,8 +69,9 @@ def parts() -> list[Point]:
             "window": leap(bits, rank=0, smoothing=0),
             "+ compensators": leap(bits, smoothing=0),
             "+ smoothing": leap(bits),
-            "+ rotation": leap(bits, rotation="hadamard"),
-            "+ clip": leap(bits, **BEYOND),
+            "+ exponent 1": leap(bits, smoothing=1),
+            "+ clip": leap(bits, smoothing=1, clip="mse"),
+            "+ rotation": leap(bits, smoothing=1, **BEYOND),
         }
         methods = [None, *chain.values()]
         result += [
@@ -125,7 +130,7 @@ def refit_gain() -> list[Point]:
     """How much better new compensators have to be before they replace the old ones."""
     return [
         Point("refit_gain", (str(bits), str(gain)), leap(bits, refit_gain=gain, **more), leap(bits, **more))
-        for bits, more in ((8, {}), (4, BEYOND))
+        for bits, more in ((8, NAMED[8]), (4, NAMED[4]))
         for gain in (0.0, 0.005, 0.02, 0.05, 0.1, 0.2)
     ]
 
@@ -137,16 +142,18 @@ def equal_bytes() -> list[Point]:
             "4 bits, rank 6": leap(4),
             "with clip": leap(4, clip="mse"),
             "with rotation + clip": leap(4, **BEYOND),
+            "with rotation + clip, exponent 1": leap(4, **NAMED[4]),
             "with rotation + clip, rank 7, no smoothing": leap(4, rank=7, smoothing=0, **BEYOND),
         },
         "16,384": {
             "6 bits, rank 6": leap(6),
+            "with clip, exponent 1": leap(6, **NAMED[6]),
             "with rotation + clip": leap(6, **BEYOND),
             "4 bits, rank 14, rotation + clip": leap(4, rank=14, **BEYOND),
         },
         "19,456": {
             "8 bits, rank 4": leap(8),
-            "with rotation": leap(8, rotation="hadamard"),
+            "with exponent 1": leap(8, **NAMED[8]),
             "with rotation + clip": leap(8, **BEYOND),
             "6 bits, rank 12, rotation + clip": leap(6, rank=12, **BEYOND),
         },
@@ -169,7 +176,7 @@ AXES: dict[str, Callable[[], list[Point]]] = {
 def long_methods() -> list[lq.Method]:
     """Those whose stability over very many folds is in question."""
     return [
-        lq.get_method("window-bf16"), leap(8), leap(8, rotation="hadamard"), leap(8, **BEYOND), leap(6), leap(6, **BEYOND),
-        leap(4), leap(4, clip="mse"), leap(4, rotation="hadamard"), leap(4, **BEYOND),
+        lq.get_method("window-bf16"), leap(8), leap(8, **NAMED[8]), leap(8, **BEYOND), leap(6), leap(6, **NAMED[6]),
+        leap(4), leap(4, clip="mse"), leap(4, rotation="hadamard"), leap(4, **BEYOND), leap(4, **NAMED[4]),
         leap(4, refit_gain=0, **BEYOND), leap(4, refit_gain=0.1, **BEYOND),
     ]  # fmt: skip

@@ -5,11 +5,13 @@ import leapquant_jax as lq
 ABLATIONS: dict[str, lq.LeapConfig] = {
     "window-int8+smoothing": lq.LeapConfig(bits=8, rank=0),
     "window-int8+compensators": lq.LeapConfig(bits=8, rank=4, smoothing=0),
-    "leapquant-int8-svd": lq.LeapConfig(bits=8, rank=4, rotation="hadamard", fit="svd"),
+    "leapquant-int8-kept": lq.LeapConfig(bits=8, rank=4),
+    "leapquant-int8-svd": lq.LeapConfig(bits=8, rank=4, smoothing=1, fit="svd"),
     "leapquant-int8-bf16-records": lq.LeapConfig(
-        bits=8, rotation="hadamard", record_dtype="bfloat16", compensator_dtype="bfloat16"
+        bits=8, smoothing=1, record_dtype="bfloat16", compensator_dtype="bfloat16"
     ),
-    "leapquant-int8-clip": lq.LeapConfig(bits=8, rank=4, rotation="hadamard", clip="mse"),
+    "leapquant-int8-hadamard": lq.LeapConfig(bits=8, rank=4, smoothing=1, rotation="hadamard", clip="mse"),
+    "leapquant-int6-hadamard": lq.LeapConfig(bits=6, rank=6, smoothing=1, rotation="hadamard", clip="mse"),
     "leapquant-int6-no-clip": lq.LeapConfig(bits=6, rank=6),
     "leapquant-int4-no-clip": lq.LeapConfig(bits=4, rank=6),
     "leapquant-int4-clip": lq.LeapConfig(bits=4, rank=6, clip="mse"),

@@ -105,16 +105,25 @@ class Job:
     config: dict[str, Any]
 
 
-def chosen_methods(names: Sequence[str]) -> list[lq.Method]:
-    """`exact` first, then the methods named, each once; "all" stands for those of the library.
+def chosen_methods(names: Sequence[str]) -> list[lq.Method | lq.Policy]:
+    """`exact` first, then the methods named, then the policies, each once.
+
+    Args:
+      names: Of methods, "all" for those of the library, and files of policies (*.json).
 
     Raises:
-      ValueError: For an unknown name.
+      ValueError: For an unknown name, or a file that is no policy.
+      FileNotFoundError: If there is no such file.
     """
     expanded = ["exact"]
     for name in names:
-        expanded += lq.list_methods() if name == "all" else [name]
-    return [ablations.get_method(name) for name in dict.fromkeys(expanded)]
+        if not name.endswith(".json"):
+            expanded += lq.list_methods() if name == "all" else [name]
+    policies = [lq.Policy.load(name) for name in names if name.endswith(".json")]
+    return [
+        *(ablations.get_method(name) for name in dict.fromkeys(expanded)),
+        *{policy.name: policy for policy in policies}.values(),
+    ]
 
 
 def prepare(settings: Settings, *, program: str = "accuracy", with_text: bool = True) -> Job:
@@ -128,10 +137,7 @@ def prepare(settings: Settings, *, program: str = "accuracy", with_text: bool = 
     Raises:
       ValueError, FileNotFoundError: Whose message names the flag to change.
     """
-    methods = [
-        *chosen_methods([name for name in settings.methods if not name.endswith(".json")]),
-        *(lq.Policy.load(name) for name in settings.methods if name.endswith(".json")),
-    ]
+    methods = chosen_methods(settings.methods)
     directory = Path(settings.model_dir)
     if not (directory / "config.json").exists():
         raise FileNotFoundError(

@@ -32,10 +32,11 @@ NAMED_POSITIONS = (1024, 4096, 16384, 65536)  # at which each layer is reported,
 _ADDITIONS = (
     ("step-int8", "window-int8"),
     ("window-int8", "window-int8+smoothing"),
-    ("window-int8+smoothing", "leapquant-int8-paper"),
+    ("window-int8+smoothing", "leapquant-int8-kept"),
     ("window-int8", "window-int8+compensators"),
-    ("window-int8+compensators", "leapquant-int8-paper"),
-    ("leapquant-int8-paper", "leapquant-int8"),
+    ("window-int8+compensators", "leapquant-int8-kept"),
+    ("leapquant-int8-paper", "leapquant-int8-kept"),
+    ("leapquant-int8-kept", "leapquant-int8"),
 )
 
 

@@ -123,9 +123,36 @@ class Playback:
         return _root_ratio(self.errors.output, self.errors.size)
 
 
+def by_method(method: lq.Method | lq.Policy, batch: TraceBatch) -> list[tuple[lq.Method, np.ndarray]]:
+    """What each row of a batch is decoded with: methods, and their rows in ascending order.
+
+    A policy's layers that are stored alike are one method, whose program is compiled once.
+
+    Raises:
+      ValueError: If the policy has no choice for a layer, or splits another number of heads than the traces have.
+    """
+    if not isinstance(method, lq.Policy):
+        return [(method, np.arange(len(batch.rows)))]
+    num_heads = batch.trace.sizes["num_heads"]
+    rows: dict[lq.Method, list[int]] = {}
+    for index, row in enumerate(batch.rows):
+        try:
+            chosen = method.method(row.layer)
+        except ValueError as error:
+            raise ValueError(f"{method.name}: {error}; or replay traces of its layers alone") from error
+        if isinstance(chosen, lq.MixedMethod) and chosen.num_heads != num_heads:
+            raise ValueError(
+                f"{method.name} names {chosen.num_heads} heads of layer {row.layer}, the traces have {num_heads}: record the "
+                "heads that it was planned for (--key_heads), or plan a policy from these traces"
+            )
+        rows.setdefault(chosen, []).append(index)
+    return [(chosen, np.array(found)) for chosen, found in rows.items()]
+
+
 def play(
     method: lq.Method, batch: TraceBatch, expected: Sequence[tuple[Block, Expected]], *,
-    implementation: str | None = None, probe: Callable[[Any], dict[str, Array]] | None = None,
+    rows: np.ndarray | None = None, implementation: str | None = None,
+    probe: Callable[[Any], dict[str, Array]] | None = None,
 ) -> Playback:  # fmt: skip
     """Decodes a batch of traces token by token.
 
@@ -133,16 +160,25 @@ def play(
       method: How the state is kept.
       batch: The traces.
       expected: From `expectations`.
+      rows: Which rows to decode, as the B rows of the result; None for all.
       implementation: Of the method's steps.
       probe: Called with the state after each block; returns arrays [B, H]. It cannot change the run.
 
     Raises:
       NotImplementedError: If the implementation cannot run here.
     """
-    state = jax.jit(lambda dense: method.init(dense=dense, **batch.trace.sizes))(batch.trace.dense)
+    rows = np.arange(len(batch.rows)) if rows is None else rows
+    whole = len(rows) == len(batch.rows)
+
+    def pick(arrays: Any) -> Any:
+        return arrays if whole else jax.tree.map(lambda x: x[rows], arrays)
+
+    sizes = batch.trace.sizes | {"batch": len(rows)}
+    state = jax.jit(lambda dense: method.init(dense=dense, **sizes))(pick(batch.trace.dense))
     errors, probes = [], []
     for block, truth in expected:
-        state, found = _play_block(method, implementation, state, block.tokens, block.active, truth)
+        tokens, active, truth = pick((block.tokens, block.active, truth))
+        state, found = _play_block(method, implementation, state, tokens, active, truth)
         errors.append(found)
         probes.append(probe(state) if probe else {})
     positions = np.array([block.end for block, _ in expected])

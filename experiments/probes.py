@@ -13,7 +13,7 @@ from jax import Array
 import leapquant_jax as lq
 from leapquant_jax.numerics import HIGHEST
 from leapquant_jax.packing import unpack
-from leapquant_jax.rotation import rotate, rotates_codes, rotates_keys
+from leapquant_jax.quantize import rotate
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -59,13 +59,11 @@ def parts_left(config: lq.LeapConfig, folded: lq.LeapState, dense: Array) -> dic
     """
     left = {"nothing": dense}
     residual = dense
-    if rotates_keys(config, folded.gate):
-        left["rotation"] = residual = rotate(dense, axis=-2)
     if config.rank:
-        left["compensators"] = residual = _residual(folded, residual)
+        left["compensators"] = residual = _residual(folded, dense)
     if folded.row_scales is not None:
         left["smoothing"] = residual = residual / folded.row_scales[..., None]
-    if rotates_codes(config, folded.gate):
+    if config.rotation:
         left["rotation"] = rotate(residual, axis=-2)
     return left
 
@@ -86,12 +84,10 @@ def half_step_share(config: lq.LeapConfig, folded: lq.LeapState, before: Array, 
     if folded.column_scales is None:
         step = jnp.float32(float(jnp.finfo(config.boundary_dtype).eps)) * jnp.abs(before)
         return jnp.max(jnp.abs(after - before) / (step / 2 + noise), axis=(-2, -1))
-    if rotates_keys(config, folded.gate):  # a rotation within a column: its largest noise is that of the mean square
-        before = rotate(before, axis=-2)
     rounded = _residual(folded, before)
     if folded.row_scales is not None:
         rounded, noise = (x / folded.row_scales[..., None] for x in (rounded, noise))
-    if rotates_codes(config, folded.gate):
+    if config.rotation:
         rounded = rotate(rounded, axis=-2)
         noise = 4 * jnp.sqrt(jnp.mean(noise * noise, axis=-2, keepdims=True))
     codes = jnp.swapaxes(unpack(folded.codes, config.bits or 8, folded.key_dim), -1, -2).astype(jnp.float32)

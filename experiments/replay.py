@@ -3,10 +3,15 @@
     python -m experiments.record                                      # once: the traces
     python -m experiments.replay --trace_dir=runs/traces              # every method of the library
     python -m experiments.replay --methods=leapquant-int8 --implementations=xla,mosaic_gpu      # on a Hopper GPU
+    python -m experiments.replay --methods=leapquant-int8,runs/policy/leapquant-int8-by-head.json    # and a policy
 
 Every trace is decoded token by token with each method beside the exact fp32 recurrence. Reported for every layer, prompt
 and head: relative error of the state and of the outputs, over position; the energy that a fold adds (it accumulates in slow
 heads at 4 bits); how far the state's peak stands above its median before and after each part of a fold.
+
+A policy (a file of experiments.policy) decodes each trace with the method of its layer, and is reported as one method: its
+bytes are those of all traces together. It needs a choice for every recorded layer, and where it splits a layer's heads, the
+traces need all of them; there the peak over the median is left out, since each group of heads has parts of its own.
 
 Checks, for every method: states and outputs are finite; the bytes that the method claims are those of its live buffers; an
 output is what the materialised state gives (eq. 10); no rounding error exceeds half a step. The program says pass or fail
@@ -16,6 +21,7 @@ for each, and its exit status is 1 when one fails.
 on with the first unfinished method when it is started again.
 """
 
+import collections
 import dataclasses
 import functools
 import sys
@@ -23,6 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import app
 from jax import Array
@@ -45,7 +52,9 @@ class Settings:
 
     trace_dir: str = option("runs/traces", "Folder written by experiments.record.")
     methods: tuple[str, ...] = option(
-        ("all",), f"State methods: all (those of the library) and {', '.join(ablations.known_methods())}."
+        ("all",),
+        f"State methods: all (those of the library), {', '.join(ablations.known_methods())}, and policies as files "
+        "(*.json, see experiments.policy).",
     )
     implementations: tuple[str, ...] = option(("xla",), "Of the methods' steps: xla, mosaic_gpu.")
     num_tokens: int = option(0, "Replay only so many tokens of each trace; 0 for all.")
@@ -64,7 +73,7 @@ class Settings:
             raise ValueError(f"--block must be at least 2, got {self.block}")
 
 
-def run(settings: Settings, methods: Sequence[lq.Method] | None = None) -> tuple[str, bool]:
+def run(settings: Settings, methods: Sequence[lq.Method | lq.Policy] | None = None) -> tuple[str, bool]:
     """The whole program.
 
     Args:
@@ -78,10 +87,11 @@ def run(settings: Settings, methods: Sequence[lq.Method] | None = None) -> tuple
       ValueError, FileNotFoundError: Whose message says what to change; nothing was computed or written.
     """
     chosen = accuracy.chosen_methods(settings.methods)[1:] if methods is None else list(methods)
-    for method in chosen:
-        if isinstance(method, lq.LeapMethod) and settings.block % method.config.window:
-            raise ValueError(f"--block {settings.block} must be a multiple of the window of {method.name}")
     batches, sums = traces.load_batches(settings.trace_dir, settings.num_tokens or None)
+    for method in chosen:
+        for batch in batches:
+            check_fit(method, batch, settings.block)
+    # A policy's name has a digest of all that it stores, so another policy is another run.
     config = {
         "program": "replay", "traces": sums, "methods": [method.name for method in chosen],
         "implementations": list(settings.implementations), "num_tokens": settings.num_tokens, "block": settings.block,
@@ -101,19 +111,63 @@ def run(settings: Settings, methods: Sequence[lq.Method] | None = None) -> tuple
     return replay_report.write(directory.path), passed
 
 
+def check_fit(method: lq.Method | lq.Policy, batch: TraceBatch, block: int) -> None:
+    """Refuses what would fail in the middle of a run.
+
+    Raises:
+      ValueError: If a method, or a policy in some layer, does not fit the traces or the block.
+    """
+    for part, _ in playback.by_method(method, batch):
+        if any(block % config.window for config in _configs(part)):
+            raise ValueError(f"--block {block} must be a multiple of the window of {method.name}")
+        try:
+            jax.eval_shape(functools.partial(part.init, **batch.trace.sizes))
+        except ValueError as error:
+            raise ValueError(f"{method.name} does not fit the traces, choose others of --methods: {error}") from error
+
+
 def replay_one(
-    method: lq.Method, implementation: str, batch: TraceBatch, expected: Sequence[Any]
+    method: lq.Method | lq.Policy, implementation: str, batch: TraceBatch, expected: Sequence[Any]
 ) -> list[dict[str, Any]]:
-    """All records of one method over one batch of traces."""
+    """All records of one method, or of one policy, over one batch of traces."""
     common = {"method": method.name, "implementation": implementation}
-    probe = functools.partial(probes.fold_probe, method.config) if isinstance(method, lq.LeapMethod) else None
-    try:
-        played = playback.play(method, batch, expected, implementation=implementation, probe=probe)
-    except NotImplementedError as error:
-        return [{**common, "measure": "skipped", "reason": str(error)}]
-    flat = probes.flatness(method.config, played.state) if isinstance(method, lq.LeapMethod) else {}
-    found = [_size(method, played, batch), *_traces(played, batch, flat), *checks(method, played)]
-    return [{**common, **record} for record in found]
+    size: collections.Counter[str] = collections.Counter()
+    of_rows: dict[int, dict[str, Any]] = {}
+    checked: list[dict[str, Any]] = []
+    for part, rows in playback.by_method(method, batch):
+        probe = functools.partial(fold_probes, part)
+        try:
+            played = playback.play(part, batch, expected, rows=rows, implementation=implementation, probe=probe)
+        except NotImplementedError as error:
+            return [{**common, "measure": "skipped", "reason": str(error)}]
+        flat = probes.flatness(part.config, played.state) if isinstance(part, lq.LeapMethod) else {}
+        size.update(part.state_bytes(played.state))
+        of_rows.update(zip(rows.tolist(), _traces(played, batch, rows, flat), strict=True))
+        checked += checks(part, played)
+    elements = batch.trace.dense.size
+    sizes = {
+        "measure": "bytes_per_element", "elements": elements,
+        **{name: value / elements for name, value in size.items()},
+    }  # fmt: skip
+    return [{**common, **record} for record in (sizes, *(of_rows[row] for row in sorted(of_rows)), *checked)]
+
+
+def fold_probes(method: lq.Method, state: Any) -> dict[str, Array]:
+    """`probes.fold_probe` of all heads, also where groups of them fold by themselves; empty without folds."""
+    if isinstance(method, lq.LeapMethod):
+        return probes.fold_probe(method.config, state)
+    if not isinstance(method, lq.MixedMethod):
+        return {}
+    found = [probes.fold_probe(group.config, part) for group, part in zip(method.groups, state.parts, strict=True)]
+    order = np.argsort([head for group in method.groups for head in group.heads or ()])
+    return {name: jnp.concatenate([one[name] for one in found], axis=1)[:, order] for name in found[0]}
+
+
+def _configs(method: lq.Method) -> list[lq.LeapConfig]:
+    """Of a method's heads; empty if it has no window."""
+    if isinstance(method, lq.MixedMethod):
+        return [group.config for group in method.groups]
+    return [method.config] if isinstance(method, lq.LeapMethod) else []
 
 
 def checks(method: lq.Method, played: Playback) -> Iterator[dict[str, Any]]:
@@ -126,7 +180,8 @@ def checks(method: lq.Method, played: Playback) -> Iterator[dict[str, Any]]:
     claimed, live = probes.byte_check(method, played.state)
     yield check("bytes", float(abs(claimed - live)), 0)
     # The other methods round the state after it was read, and so does a window of one token.
-    if isinstance(method, lq.ExactMethod) or (isinstance(method, lq.LeapMethod) and method.config.window > 1):
+    windows = [config.window for config in _configs(method)]
+    if isinstance(method, lq.ExactMethod) or (windows and min(windows) > 1):
         yield check("eq. 10", _largest(played.errors.read), READ_LIMIT)
     if "half_step" in played.probes and not np.isnan(played.probes["half_step"]).all():
         yield check("half step", _largest(played.probes["half_step"]), 1.001)
@@ -139,24 +194,17 @@ def _largest(measured: ArrayLike) -> float:
     return float(values.max()) if values.size else 0.0
 
 
-def _size(method: lq.Method, played: Playback, batch: TraceBatch) -> dict[str, Any]:
-    elements = batch.trace.dense.size
-    return {
-        "measure": "bytes_per_element",
-        **{name: value / elements for name, value in method.state_bytes(played.state).items()},
-    }
-
-
-def _traces(played: Playback, batch: TraceBatch, flat: dict[str, Array]) -> Iterator[dict[str, Any]]:
-    """For every trace: errors and energies of its heads, by position."""
+def _traces(played: Playback, batch: TraceBatch, rows: np.ndarray, flat: dict[str, Array]) -> Iterator[dict[str, Any]]:
+    """For every trace of `rows`, which were played: errors and energies of its heads, by position."""
     by_block, overall = played.output_error_by_block, played.output_error
     ends = [int(end) for end in played.positions]
     block = ends[1] - ends[0] if len(ends) > 1 else ends[0]
     shown = [i for i, end in enumerate(ends) if end + 1 in metrics.measuring_positions(ends[-1] + 1, block)]
     shown = sorted({*shown, len(ends) - 1})
-    for row, (layer, prompt) in enumerate(batch.rows):
+    for row, index in enumerate(rows):
+        layer, prompt = batch.rows[index]
         yield {
-            "measure": "trace", "layer": layer, "prompt": prompt, "tokens": int(batch.lengths[row]),
+            "measure": "trace", "layer": layer, "prompt": prompt, "tokens": int(batch.lengths[index]),
             "state_error": report.significant(played.errors.state[-1, row]), "output_error": report.significant(overall[row]),
             "positions": [ends[i] for i in shown],
             "state_error_by_position": report.significant(played.errors.state[shown, row]),

@@ -78,12 +78,14 @@ def write(directory: Path) -> str:
 def _headline(runs: list[Run]) -> str:
     rows = []
     for run in runs:
-        size = run.records["bytes_per_element"][0]
+        sizes = run.records["bytes_per_element"]  # of each shape of traces
+        weights = [size["elements"] for size in sizes]
+        at_rest, total = (np.average([size[name] for size in sizes], weights=weights) for name in ("at_rest", "total"))
         state, output = run.array("state_error"), run.array("output_error")
         gain = report.percent(run.array("energy_gain_per_fold").max()) if run.has("energy_gain_per_fold") else ""
         rows.append(
             [
-                run.name, f"{size['at_rest']:.4g}", f"{size['total']:.4g}", report.percent(state.mean()),
+                run.name, f"{at_rest:.4g}", f"{total:.4g}", report.percent(state.mean()),
                 _worst(run, state), report.percent(output.mean()), _worst(run, output), gain,
             ]
         )  # fmt: skip

@@ -10,7 +10,6 @@ from jax import Array
 
 from leapquant_jax.config import LeapConfig
 from leapquant_jax.numerics import floor_log_decay, power_of_two_scale, repeat_key_heads, round_and_store
-from leapquant_jax.rotation import rotate, rotates_keys
 from leapquant_jax.state import LeapState
 from leapquant_jax.window import decays, live_records, read_boundary, read_records
 
@@ -40,10 +39,6 @@ def append(
     """
     batch, num_heads = state.batch, state.num_heads
     q, k, v, beta = (x.astype(jnp.float32) for x in (q, k, v, beta))
-    vectors = jnp.stack([k, q], axis=2)  # [B, G, 2, K]: both reads in one pass over the codes
-    if rotates_keys(config, state.gate):
-        vectors = rotate(vectors, axis=-1)
-    k, q = vectors[:, :, 0], vectors[:, :, 1]
     rows = jnp.arange(batch, dtype=jnp.int32)
     # An inactive row writes to entry P, which does not exist, so its write is dropped.
     entry = state.position if active is None else jnp.where(active, state.position, jnp.int32(state.window))
@@ -54,6 +49,7 @@ def append(
     # Decays now include this token's, for the old records and the boundary state alike.
     log_decays = put(state.ring_log_decays, floor_log_decay(g))
     boundary_decay, record_decay = decays(log_decays, live_records(state, state.position + 1))
+    vectors = jnp.stack([k, q], axis=2)  # [B, G, 2, K]: both reads in one pass over the codes
     decayed = repeat_key_heads(vectors, num_heads, axis=1) * boundary_decay[:, :, None]
     read = read_boundary(config, state, decayed) + read_records(state, record_decay, live_records(state), vectors)
 

@@ -24,8 +24,9 @@ class LeapConfig:
         with `boundary_dtype`.
       window: tokens between two roundings (p). A ring keeps that many records.
       rank: compensators (r), rank-one parts of the state kept in `compensator_dtype`; 0 for none.
-      smoothing: exponent s of c_i = mean_j |R_ij|^s, the factor divided out of key row i before rounding (eq. 7 has
-        s = 0.5); 0 for none.
+      smoothing: exponent s of c_i = (mean_j |R_ij|)^s, the factor divided out of key row i before rounding; 0 for none.
+        Eq. 7 has s = 0.5. With 1 every key row is rounded to the same relative precision, which keeps what is written
+        under rarely used keys: the state as a whole is hardly better, but far less of what it holds is lost.
       record_dtype: of the ring's keys and corrections. fp16 is 6-8 times more accurate than bf16 at the same bytes;
         each record carries a power-of-two scale, so its range is not limited.
       compensator_dtype: of the compensators.
@@ -35,7 +36,7 @@ class LeapConfig:
       refit_gain: a fold keeps a head's previous compensators, decayed, unless new ones leave at least this share less
         residual energy; 0 refits every time, as the paper does. In a head that hardly changes the residual sits on its
         grid while refitted compensators wander, and each fold adds an error that no rounding takes back.
-      rotation: "hadamard" rotates the key rows before anything is rounded (K a power of two): see `rotation.py`. Beyond
+      rotation: "hadamard" rotates the smoothed residual over its key rows before rounding (K a power of two). Beyond
         the paper.
       clip: "mse" shrinks each column's scale where that lowers its squared rounding error. Beyond the paper.
       boundary_dtype: stores the boundary state as plain floats of this type instead of codes ("float32" switches
@@ -128,10 +129,7 @@ class LeapConfig:
                 "compensators would hold the whole state"
             )
         if self.rotation == "hadamard" and key_dim & (key_dim - 1):
-            raise ValueError(
-                f"rotation='hadamard' needs a key_dim that is a power of two, got {key_dim}: pass rotation=None, or the "
-                "method leapquant-int8-paper"
-            )
+            raise ValueError(f"rotation='hadamard' needs a key_dim that is a power of two, got {key_dim}")
 
 
 def check_config(config: object) -> LeapConfig:

@@ -17,7 +17,6 @@ from leapquant_jax.config import LeapConfig
 from leapquant_jax.fit import fit_compensators
 from leapquant_jax.numerics import HIGHEST, power_of_two_scale, round_and_store, round_to_grid
 from leapquant_jax.quantize import quantize
-from leapquant_jax.rotation import rotates_codes
 from leapquant_jax.state import LeapState
 from leapquant_jax.window import decays, live_records, materialise
 
@@ -31,7 +30,7 @@ def compress(config: LeapConfig, state: LeapState, dense: Array, *, warm: bool =
     Args:
       config: bits, rank, fit, smoothing, ...
       state: supplies the shapes, and the compensators that the fit starts from.
-      dense: [B, H, K, V] fp32, in the basis that the state is kept in.
+      dense: [B, H, K, V] fp32.
       warm: `dense` is `state` at its current position: the fit starts from its compensators, and may keep them. False
         starts cold, with more iterations.
     """
@@ -52,7 +51,7 @@ def compress(config: LeapConfig, state: LeapState, dense: Array, *, warm: bool =
         if warm and config.refit_gain:
             keys, values, residual = _keep_unless_better(config, state, dense, keys, values, residual)
         dense = residual
-    codes, row_scales, column_scales = quantize(config, dense, rotated=rotates_codes(config, state.gate))
+    codes, row_scales, column_scales = quantize(config, dense)
     return dataclasses.replace(
         state, codes=codes, row_scales=row_scales, column_scales=column_scales,
         compensator_keys=keys, compensator_values=values, position=position,

@@ -205,9 +205,9 @@ _REGISTRY: dict[str, Method] = {
         LeapMethod(LeapConfig(bits=None, boundary_dtype="bfloat16", rank=0, smoothing=0), "window-bf16"),
         LeapMethod(LeapConfig(bits=8, rank=0, smoothing=0), "window-int8"),
         LeapMethod(LeapConfig(bits=8, rank=4, refit_gain=0), "leapquant-int8-paper"),
-        LeapMethod(LeapConfig(bits=8, rank=4, rotation="hadamard"), "leapquant-int8"),
-        LeapMethod(LeapConfig(bits=6, rank=6, rotation="hadamard", clip="mse"), "leapquant-int6"),
-        LeapMethod(LeapConfig(bits=4, rank=6, rotation="hadamard", clip="mse"), "leapquant-int4"),
+        LeapMethod(LeapConfig(bits=8, rank=4, smoothing=1), "leapquant-int8"),
+        LeapMethod(LeapConfig(bits=6, rank=6, smoothing=1, clip="mse"), "leapquant-int6"),
+        LeapMethod(LeapConfig(bits=4, rank=6, smoothing=1, rotation="hadamard", clip="mse"), "leapquant-int4"),
     )
 }
 

@@ -21,8 +21,7 @@ class LeapState:
     """B requests, H value heads, G key heads, K x V per head, window P, R compensators.
 
     The boundary state is `Diag(c) (Z * B) + sum_r k~_r u~_r^T`, the state after the last fold. Records with an index
-    at or beyond `position` are dead: whatever they hold is never read. With `rotation` and one decay per head all of it is
-    kept in a rotated basis of the keys (`rotation.py`); `dense_state` turns it back.
+    at or beyond `position` are dead: whatever they hold is never read.
 
     Attributes:
       codes: Z. int8 [B, H, V, K] at 8 bits; uint8 [B, H, V, ceil(K bits / 8)] packed below (see packing.py); plain

@@ -13,7 +13,6 @@ from leapquant_jax import backends, inputs
 from leapquant_jax.chunked import chunked_delta_rule
 from leapquant_jax.config import LeapConfig, check_implementation
 from leapquant_jax.fold import compress
-from leapquant_jax.rotation import rotate, rotate_back, rotates_keys
 from leapquant_jax.state import LeapState, check_state, empty_state
 from leapquant_jax.window import materialise
 
@@ -47,8 +46,6 @@ def init_state(
     expected = (batch, num_heads, key_dim, value_dim)
     if inputs.dense_shape(dense) != expected:
         raise ValueError(f"dense has shape {tuple(dense.shape)}, expected [B, H, K, V] = {expected}")
-    if rotates_keys(config, gate):
-        dense = rotate(dense, axis=-2)
     return compress(config, state, dense, warm=False)
 
 
@@ -134,8 +131,7 @@ def prefill(
     body = jnp.maximum((state.position + tokens) // window * window - state.position, 0)
 
     dense = materialise(config, state)
-    turned = (rotate(x.astype(jnp.float32), axis=-1) for x in (q, k)) if rotates_keys(config, state.gate) else (q, k)
-    dense, outs = chunked_delta_rule(dense, *turned, v, g, beta, mask=index < body[:, None])
+    dense, outs = chunked_delta_rule(dense, q, k, v, g, beta, mask=index < body[:, None])
     rounded = compress(config, state, dense, warm=False)  # far from the last fold, or the first one: a cold fit
     reached = body > 0
     state = jax.tree.map(
@@ -185,8 +181,7 @@ def fold(config: LeapConfig, state: LeapState, *, implementation: str | None = N
 def dense_state(config: LeapConfig, state: LeapState) -> Array:
     """The state after the last token, materialised: fp32 [B, H, K, V] (for measuring; decoding never needs it)."""
     check_state(config, state)
-    dense = materialise(config, state)
-    return rotate_back(dense, axis=-2) if rotates_keys(config, state.gate) else dense
+    return materialise(config, state)
 
 
 def rollback(config: LeapConfig, state: LeapState, num_tokens: Array) -> tuple[LeapState, Array]:

@@ -13,7 +13,6 @@ from jax import Array
 from leapquant_jax.config import LeapConfig
 from leapquant_jax.numerics import HIGHEST, repeat_key_heads
 from leapquant_jax.quantize import Quantized, dequantize, read_quantized
-from leapquant_jax.rotation import rotates_codes
 from leapquant_jax.state import LeapState
 
 
@@ -54,8 +53,7 @@ def read_boundary(config: LeapConfig, state: LeapState, x: Array) -> Array:
     """
     if state.column_scales is None:
         return jnp.sum(state.codes[:, :, None].astype(jnp.float32) * x[:, :, :, None], axis=-1)
-    quantized = Quantized(state.codes, state.row_scales, state.column_scales)
-    out = read_quantized(config, quantized, x, rotated=rotates_codes(config, state.gate))
+    out = read_quantized(config, Quantized(state.codes, state.row_scales, state.column_scales), x)
     if state.compensator_keys is not None and state.compensator_values is not None:
         dots = jnp.einsum("bhnk,bhrk->bhnr", x, state.compensator_keys.astype(jnp.float32), precision=HIGHEST)
         out += jnp.einsum("bhnr,bhrv->bhnv", dots, state.compensator_values.astype(jnp.float32), precision=HIGHEST)
@@ -104,15 +102,11 @@ def read_window(config: LeapConfig, state: LeapState, x: Array) -> Array:
 
 
 def materialise(config: LeapConfig, state: LeapState) -> Array:
-    """S_l itself, [B, H, K, V] fp32 (eq. 4): the boundary state decayed, plus the live records decayed.
-
-    In the basis that the state is kept in, which may be rotated: see `rotation.py`, and `dense_state` for the public view.
-    """
+    """S_l itself, [B, H, K, V] fp32 (eq. 4): the boundary state decayed, plus the live records decayed."""
     if state.column_scales is None:
         dense = jnp.swapaxes(state.codes, -1, -2).astype(jnp.float32)
     else:
-        quantized = Quantized(state.codes, state.row_scales, state.column_scales)
-        dense = dequantize(config, quantized, state.key_dim, rotated=rotates_codes(config, state.gate))
+        dense = dequantize(config, Quantized(state.codes, state.row_scales, state.column_scales), state.key_dim)
     if state.compensator_keys is not None and state.compensator_values is not None:
         keys, values = (x.astype(jnp.float32) for x in (state.compensator_keys, state.compensator_values))
         dense += jnp.einsum("bhrk,bhrv->bhkv", keys, values, precision=HIGHEST)

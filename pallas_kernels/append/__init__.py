@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from leapquant_jax.config import LeapConfig
-from leapquant_jax.rotation import rotates_keys
 from leapquant_jax.state import LeapState
 from pallas_kernels.append.program import THREADS, AppendSpec, append_program
 from pallas_kernels.compat import launch, over_rows
@@ -53,8 +52,7 @@ def _append(
     spec = AppendSpec(
         count=batch * heads, heads=heads, key_heads=state.num_key_heads, key_dim=state.key_dim, value_dim=state.value_dim,
         window=config.window, rank=config.rank, masked=active is not None,
-        bfloat_qk=q.dtype == jnp.bfloat16, bfloat_v=v.dtype == jnp.bfloat16,
-        rotated=rotates_keys(config, state.gate), pair=tuning.heads_per_item,
+        bfloat_qk=q.dtype == jnp.bfloat16, bfloat_v=v.dtype == jnp.bfloat16, pair=tuning.heads_per_item,
     )  # fmt: skip
     mask = state.position if active is None else active.astype(jnp.int8)
     (ring_keys, ring_values, ring_scales, ring_log_decays), (out,) = launch(

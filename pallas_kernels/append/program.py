@@ -5,8 +5,6 @@
 
 How the work lies on the lanes (K = V = 128; lane = 8 words: t = lane % 4, row = lane / 4):
 
-  rotation  With `rotation`, four entries of k and of q per lane: butterflies in registers, then over the lanes, in the order
-            of `leapquant_jax.rotation`, so that records are the same bits. Every warp does it for itself.
   codes     A warp owns V/4 value rows. A lane loads 16 consecutive codes of a row at once, straight into the operand of
             an int8 matrix product: the order of the key index inside a product is free, so the fragment's scattered
             order never has to exist in memory. No conversion, no shared memory, exact int32 sums.
@@ -19,9 +17,6 @@ How the work lies on the lanes (K = V = 128; lane = 8 words: t = lane % 4, row =
 
 import dataclasses
 
-import numpy as np
-
-from leapquant_jax.rotation import normalisation, signs
 from pallas_kernels.lanes.value import Lanes, Pointer, Value
 from pallas_kernels.scales import power_of_two_scale, suffix_sums
 
@@ -32,8 +27,7 @@ THREADS = 32 * WARPS
 @dataclasses.dataclass(frozen=True)
 class AppendSpec:
     """Static sizes: B H value heads in all, heads H, key heads G, K, V, window P, rank R; whether there is an `active` mask;
-    which inputs are bfloat16 (otherwise float32); whether q and k are rotated; how many value heads of one key head make
-    an item (a divisor of H/G)."""
+    which inputs are bfloat16 (otherwise float32); how many value heads of one key head make an item (a divisor of H/G)."""
 
     count: int
     heads: int
@@ -45,7 +39,7 @@ class AppendSpec:
     masked: bool = False
     bfloat_qk: bool = False
     bfloat_v: bool = False
-    rotated: bool = False
+
     pair: int = 1
 
     @property
@@ -68,15 +62,9 @@ class AppendSpec:
 
     @property
     def shared_bytes(self) -> int:
-        """Codes, fixed-point vectors, reads of the codes, dot products, coefficients, maxima, rotated k and q."""
+        """Codes, fixed-point vectors, reads of the codes, dot products, coefficients, maxima."""
         tables = WARPS * 8 * (self.rows + self.coefficient_rows)
-        per_head = WARPS * 8 * self.piece_stride + 8 * self.value_dim + 16
-        return self.codes_bytes + self.pair * per_head + tables + (8 * self.key_dim if self.rotated else 0)
-
-    @property
-    def rotated_at(self) -> int:
-        """Where rotated k and q lie in shared memory: at its end."""
-        return self.shared_bytes - 8 * self.key_dim
+        return self.codes_bytes + self.pair * (WARPS * 8 * self.piece_stride + 8 * self.value_dim + 16) + tables
 
 
 def _load_floats(lanes: Lanes, pointer: Pointer, count: int, bfloat: bool, when: Value | None = None) -> list[Value]:
@@ -85,25 +73,6 @@ def _load_floats(lanes: Lanes, pointer: Pointer, count: int, bfloat: bool, when:
         words = lanes.load(pointer, count // 2, when=when)
         return [x for w in words for x in lanes.unpack_bfloat(w)]
     return [x for i in range(0, count, 4) for x in lanes.floats(lanes.load(pointer + 4 * i, 4, when=when))]
-
-
-def _rotate(lanes: Lanes, vectors: list[list[Value]], lane: Value, key_dim: int) -> list[list[Value]]:
-    """Q x of vectors that hold entries 4 lane to 4 lane + 3 (`leapquant_jax.rotation`); lanes beyond key_dim / 4 idle."""
-    negative = np.packbits(signs(key_dim).reshape(-1, 32) < 0, axis=1, bitorder="little").view("<i4").ravel()
-    word = lanes.constant(int(negative[0]), "i32")
-    for i, other in enumerate(negative[1:], start=1):
-        word = lanes.select(lane < 8 * i, word, int(other))
-    nibble = word >> ((lane & 7) * 4)
-    flips = [(nibble << (31 - i)) & -(2**31) for i in range(4)]
-    vectors = [[lanes.from_bits(lanes.bits(x) ^ f) for x, f in zip(xs, flips, strict=True)] for xs in vectors]
-    vectors = [[a + b, a - b, c + d, c - d] for a, b, c, d in vectors]
-    vectors = [[a + c, b + d, a - c, b - d] for a, b, c, d in vectors]
-    mask = 1
-    while mask < key_dim // 4:
-        side = lanes.select((lane & mask).equals(0), lanes.constant(1.0, "f32"), -1.0)
-        vectors = [[lanes.fma(x, side, lanes.shuffle_xor(x, mask)) for x in xs] for xs in vectors]
-        mask *= 2
-    return [[x * float(normalisation(key_dim)) for x in xs] for xs in vectors]
 
 
 def _fixed_point(lanes: Lanes, x: list[Value]) -> tuple[list[Value], Value]:
@@ -258,12 +227,6 @@ def append_program(
         g_new = [lanes.floats(lanes.load(x))[0] for x in of_head(g, 4)]
         strength = [lanes.floats(lanes.load(x))[0] for x in of_head(beta, 4)]
 
-        if spec.rotated:
-            k4, q4 = _rotate(lanes, [k4, q4], lane, key_dim)
-            own_quarter = (lane // span).equals(warp)  # what the dots below take from a warp's own quarter of K
-            for shift, x4 in ((0, k4), (4 * key_dim, q4)):
-                lanes.store(lanes.shared(lane * 16) + (spec.rotated_at + shift), x4, when=own_quarter)
-
         # --- fixed-point vectors, through a corner of shared memory private to the warp
         stride = spec.piece_stride
         corner = warp * (8 * stride) + spec.codes_bytes
@@ -308,11 +271,8 @@ def append_program(
         # --- the slots of the codes are free: request the next item's
         request_codes(next_item)
         request_rest(next_item, next_live)
-        k_place, q_place, place_bfloat = k_row + first * qk_size, q_row + first * qk_size, spec.bfloat_qk
-        if spec.rotated:
-            k_place, place_bfloat = lanes.shared(first * 4) + spec.rotated_at, False
-            q_place = k_place + 4 * key_dim
-        k_span, q_span = (_load_floats(lanes, x, span, place_bfloat) for x in (k_place, q_place))
+        k_span = _load_floats(lanes, k_row + first * qk_size, span, spec.bfloat_qk)
+        q_span = _load_floats(lanes, q_row + first * qk_size, span, spec.bfloat_qk)
 
         # --- dot products with the compensators' keys and the live records' keys
         table = reads + pair * value_dim * 8

@@ -43,7 +43,7 @@ def _fold(config: LeapConfig, tuning: Launch | None, interpret: bool, state: Lea
     spec = FoldSpec(
         heads=state.num_heads, key_heads=state.num_key_heads, key_dim=state.key_dim, value_dim=state.value_dim,
         window=config.window, rank=config.rank, batch=batch, iterations=config.fit_iterations,
-        refit_gain=config.refit_gain,
+        refit_gain=config.refit_gain, smoothing=config.smoothing,
     )  # fmt: skip
     # The kernel's workers share out the heads of the full rows only; the n-th full row is found in the running count.
     counted = jnp.cumsum(rows.astype(jnp.int32))

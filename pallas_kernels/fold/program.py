@@ -27,7 +27,7 @@ from pallas_kernels.lanes.value import Lanes, Pointer, Value
 from pallas_kernels.scales import power_of_two_scale, suffix_sums
 
 _LARGEST_HALF = 65504.0
-_SMALLEST_ROW, _SMALLEST_COLUMN = 1e-18, 1e-37  # as leapquant_jax.quantize
+_SMALLEST_MEAN, _SMALLEST_COLUMN = 1e-36, 1e-37  # as leapquant_jax.quantize
 _TINY = 1e-37  # squares and magnitudes below count as zero
 _ROUND = 12582912.0  # 1.5 2^23: adding it leaves the rounded integer in the low bits
 
@@ -183,7 +183,7 @@ def fold_program(
             keep = keep_previous(lanes, spec, place, operands, tiles, factors)
             new = [lanes.select(keep, a, b) for a, b in zip(previous, new, strict=True)]
 
-        # --- row scales: c_k = sqrt(mean_v |R|) ---------------------------------------------------------------- eq. 7
+        # --- row scales: c_k = (mean_v |R|)^s -------------------------------------------------------------------- eq. 7
         residual = [[tiles[i // 2][kk // 2][2 * (i % 2) + kk % 2] for kk in range(8)] for i in range(tile)]
         sums = [lanes.abs(residual[0][kk]) for kk in range(8)]
         for i in range(1, tile):
@@ -192,8 +192,9 @@ def fold_program(
         own_key = first_key + (((lane >> 4) & 1) * 4 + ((lane >> 3) & 1) * 2 + ((lane >> 2) & 1))
         own_value = first_value + (((lane >> 1) & 1) * 2 + (lane & 1)) * (tile // 4)
         [total] = lanes.scatter_sum(sums, (16, 8, 4))
-        new_row = lanes.sqrt(total * (1.0 / value_dim)) * root
-        new_row = lanes.select(new_row < _SMALLEST_ROW, 1.0, new_row)
+        new_row = total * (1.0 / value_dim)
+        new_row = lanes.sqrt(new_row) * root if spec.smoothing == 0.5 else new_row * root * root
+        new_row = lanes.select(new_row < _SMALLEST_MEAN**spec.smoothing, 1.0, new_row)
         lanes.store(lanes.at(row_scales, head, 4 * key_dim) + own_key * 4, [new_row])
         lanes.store(lanes.shared(own_key * 4) + places["keys"], [lanes.reciprocal(new_row) * root * root])
         lanes.warp_barrier()

@@ -9,7 +9,8 @@ from pallas_kernels.fold.operands import row_bytes
 
 @dataclasses.dataclass(frozen=True)
 class FoldSpec:
-    """Static sizes: heads H, key heads G, K, V, window P, rank R <= 8, batch; subspace iterations; `LeapConfig.refit_gain`."""
+    """Static sizes: heads H, key heads G, K, V, window P, rank R <= 8, batch; subspace iterations; `refit_gain` and `smoothing`
+    of `LeapConfig`, the latter 0.5 or 1."""
 
     heads: int
     key_heads: int
@@ -20,6 +21,7 @@ class FoldSpec:
     batch: int
     iterations: int = 1
     refit_gain: float = 0.0
+    smoothing: float = 0.5
 
     @property
     def warps(self) -> int:

@@ -33,10 +33,9 @@ def test_equal_bytes_are_equal():
 
 
 def test_the_library_has_the_best_methods_of_their_bytes():
-    """leapquant-int4 and -int6 rotate and clip; leapquant-int8 rotates, and the kernels run it."""
-    for bits in (4, 6):
-        assert lq.get_method(f"leapquant-int{bits}").config == leap(bits, **ablation_axes.BEYOND).config
-    assert lq.get_method("leapquant-int8").config == leap(8, rotation="hadamard").config
+    """All smooth with exponent 1; 6 bits clip; 4 bits clip and rotate."""
+    for bits in (4, 6, 8):
+        assert lq.get_method(f"leapquant-int{bits}").config == leap(bits, **ablation_axes.NAMED[bits]).config
 
 
 def test_a_cold_fit_is_worse_than_a_warm_one():

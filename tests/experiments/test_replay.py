@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import leapquant_jax as lq
-from experiments import playback, probes, prompts, record, recorder, replay, report, traces
+from experiments import accuracy, playback, probes, prompts, record, recorder, replay, report, traces
 from experiments.tokenization import ByteTokenizer
 from models import qwen35
 from tests.library import helpers as hp
@@ -19,6 +19,7 @@ from tests.library import helpers as hp
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 DATA = Path(__file__).resolve().parents[1] / "data" / "traces"
 SMALL = lq.LeapConfig(window=4, rank=1)
+WIDE, NARROW = (lq.LeapConfig(window=4, rank=0, smoothing=0, bits=bits) for bits in (8, 4))
 
 
 @pytest.fixture(scope="module")
@@ -213,6 +214,87 @@ def test_replay_reports_checks_resumes_and_regenerates(trace_dir, tmp_path, monk
     assert replay.run(settings, methods) == (text, True) and all(file.stat().st_size for file in figures)
     with pytest.raises(ValueError, match="differs in block"):
         replay.run(dataclasses.replace(settings, block=16), methods)
+
+
+@pytest.fixture
+def policy_file(tmp_path):
+    """Layer 0 holds its second head at 4 bits and the first at 8, layer 2 both at 4."""
+    layers = (
+        lq.LayerChoice(layer=0, groups=(lq.HeadGroup(NARROW, (1,)), lq.HeadGroup(WIDE, (0,)))),
+        lq.LayerChoice(layer=2, groups=(lq.HeadGroup(NARROW),)),
+    )
+    lq.Policy(layers, title="leapquant-by-head").save(tmp_path / "policy.json")
+    return tmp_path / "policy.json"
+
+
+def test_a_policy_is_one_method_made_of_those_of_its_layers(trace_dir, policy_file, tmp_path, monkeypatch):
+    """Every head of every trace reads as under the named method that it is stored by."""
+    policy = lq.Policy.load(policy_file)
+    methods = [lq.LeapMethod(WIDE, "wide"), lq.LeapMethod(NARROW, "narrow"), policy]
+    settings = replay.Settings(trace_dir=str(trace_dir), block=8, output_dir=str(tmp_path / "run"))
+    text, passed = replay.run(settings, methods)
+    assert passed
+    _, *records = report.read_jsonl(tmp_path / "run" / "results.jsonl")
+
+    def found(measure, method):
+        return [r for r in records if r["measure"] == measure and r["method"] == method]
+
+    wide, narrow, mixed = (found("trace", method.name) for method in methods)
+    assert [(r["layer"], r["prompt"]) for r in mixed] == [(0, "code"), (0, "prose"), (2, "code")]
+    errors = [f"{kind}_error{by}" for kind in ("state", "output") for by in ("", "_by_position")]
+    for row, played in enumerate(mixed):
+        assert played["positions"] == wide[row]["positions"]
+        for field in (*errors, "energy_gain_per_fold"):
+            named = (narrow if played["layer"] else wide)[row], narrow[row]  # what stores head 0, and head 1
+            expected = [np.asarray(one[field])[..., head] for head, one in enumerate(named)]
+            # Energies are small differences of sums, which a program for other heads adds up in another order.
+            np.testing.assert_allclose(played[field], np.stack(expected, axis=-1), rtol=2e-3, atol=1e-5, err_msg=field)
+    assert not mixed[0]["peak_over_median"] and mixed[2]["peak_over_median"] == narrow[2]["peak_over_median"]
+
+    (sizes,) = found("bytes_per_element", policy.name)
+    (of_wide,), (of_narrow,) = (found("bytes_per_element", name) for name in ("wide", "narrow"))
+    np.testing.assert_allclose(sizes["at_rest"], (of_wide["at_rest"] + 2 * of_narrow["at_rest"]) / 3)  # 2 of 6 heads
+    assert {r["check"] for r in found("check", policy.name)} == {"finite", "bytes", "eq. 10", "half step"}
+    headline, *others = (line for line in text.splitlines() if line.startswith(f"| {policy.name} "))
+    assert f" {sizes['at_rest']:.4g} " in headline and headline.rstrip(" |").endswith("%")  # the energy of a fold
+    assert len(others) == 4  # both errors, the flatness of layer 2, the checks
+
+    # A finished item is not computed again; a policy of the same title that stores something else is another run.
+    monkeypatch.setattr(playback, "play", None)
+    assert replay.run(settings, methods) == (text, True)
+    other = dataclasses.replace(policy, layers=(policy.layers[0], dataclasses.replace(policy.layers[0], layer=2)))
+    with pytest.raises(ValueError, match="differs in methods"):
+        replay.run(settings, [*methods[:2], other])
+
+
+def test_policies_are_named_by_file(trace_dir, policy_file, tmp_path):
+    """As in experiments.accuracy: beside the names of methods, each once, however often it is named."""
+    names = (str(policy_file), "step-int8", str(policy_file))
+    assert accuracy.chosen_methods(names)[1:] == [lq.get_method("step-int8"), lq.Policy.load(policy_file)]
+    with pytest.raises(FileNotFoundError):
+        accuracy.chosen_methods([str(tmp_path / "none.json")])
+    settings = replay.Settings(
+        trace_dir=str(trace_dir), methods=names, block=8, num_tokens=15, output_dir=str(tmp_path / "run")
+    )
+    text, passed = replay.run(settings)
+    assert passed and "| step-int8" in text and "| leapquant-by-head-" in text
+
+
+def test_what_does_not_fit_the_traces_is_refused_before_any_work(trace_dir, policy_file, tmp_path):
+    policy = lq.Policy.load(policy_file)
+    three = lq.LayerChoice(layer=0, groups=tuple(lq.HeadGroup(SMALL, (head,)) for head in range(3)))
+    wrong_dims, wrong_window = (dataclasses.replace(SMALL, **change) for change in ({"rank": 6}, {"window": 16}))
+    settings = replay.Settings(trace_dir=str(trace_dir), block=8, output_dir=str(tmp_path / "run"))
+    for method, match in (
+        (lq.Policy.of({0: SMALL}), r"policy-\w{8}: .* no choice for layer 2, only for \[0\]: plan it from traces"),
+        (lq.Policy((three,), SMALL), "names 3 heads of layer 0, the traces have 2: record the heads .*--key_heads"),
+        (lq.Policy.of({0: SMALL}, wrong_dims), r"does not fit the traces, .* rank \(6\) must be below"),
+        (lq.Policy.of({0: SMALL}, wrong_window), "--block 8 must be a multiple of the window of policy-"),
+        (lq.LeapMethod(wrong_window, "wrong"), "--block 8 must be a multiple of the window of wrong"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            replay.run(settings, [policy, method])
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_broken_method_fails_its_checks(trace_dir, tmp_path):

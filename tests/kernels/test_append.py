@@ -44,18 +44,6 @@ def test_equals_xla(shape: Shape, launch: Launch) -> None:
     compare(config, state, token, None, launch)
 
 
-@pytest.mark.parametrize(
-    ("shape", "launch"),
-    [(Shape(4, 2), Launch(1, 2, heads_per_item=2)), (Shape(3, 1, 64, 64, rank=3), ONE)],
-    ids=["128, in pairs", "64"],
-)
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-def test_rotated_keys_are_the_same_bits(shape: Shape, launch: Launch, dtype) -> None:
-    config, state, (q, k, *rest) = random_state(shape, batch=2)
-    config = dataclasses.replace(config, rotation="hadamard")
-    compare(config, state, (q.astype(dtype), k.astype(dtype), *rest), None, launch)
-
-
 @pytest.mark.parametrize("position", [0, 1, 7, 8, 15])
 def test_every_fill_of_the_ring(position: int) -> None:
     config, state, token = random_state(Shape(2, 1, 64, 64), batch=1, position=[position])

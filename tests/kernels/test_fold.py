@@ -53,9 +53,11 @@ def check(config, state, folded) -> None:
     np.testing.assert_allclose(folded.column_scales, rounded.column_scales, rtol=1e-5)
 
 
+@pytest.mark.parametrize("smoothing", [0.5, 1.0])
 @pytest.mark.parametrize("shape", CASES.values(), ids=CASES)
-def test_equals_xla(shape: Shape) -> None:
+def test_equals_xla(shape: Shape, smoothing: float) -> None:
     config, state, _ = random_state(shape, batch=1, position=[shape.window])
+    config = dataclasses.replace(config, smoothing=smoothing)
     folded = fold(config, state, jnp.array([True]), tuning=Launch(1, 2), interpret=True)
     check(config, state, folded)
     assert int(folded.position[0]) == 0
@@ -90,9 +92,11 @@ def test_the_zero_state_stays_zero_and_finite() -> None:
     assert all(np.isfinite(leaf).all() for name, leaf in leaves(folded).items() if name in BOUNDARY)
 
 
+@pytest.mark.parametrize("smoothing", [0.5, 1.0])
 @pytest.mark.parametrize("scale", [1e-20, 1e10])
-def test_states_of_any_magnitude(scale: float) -> None:
+def test_states_of_any_magnitude(scale: float, smoothing: float) -> None:
     config, state, _ = random_state(Shape(1, 1, 64, 64), batch=1, position=[16])
+    config = dataclasses.replace(config, smoothing=smoothing)
     state = dataclasses.replace(
         state, column_scales=state.column_scales * scale, ring_scales=state.ring_scales * 2.0 ** np.round(np.log2(scale)),
         compensator_values=state.compensator_values * 0,

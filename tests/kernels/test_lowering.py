@@ -106,6 +106,7 @@ def test_empty_batch() -> None:
         (dict(bits=4), "8-bit"),
         (dict(bits=6), "8-bit"),
         (dict(gate="channel"), "one decay per head"),
+        (dict(rotation="hadamard"), "rotate"),
         (dict(clip="mse"), "clip"),
         (dict(smoothing=0.0), "smooth"),
         (dict(rank=0), "compensators"),

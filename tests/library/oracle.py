@@ -114,10 +114,7 @@ class WindowedHead:
         self.boundary = np.zeros((key_dim, value_dim))
         self.bits, self.window, self.rank, self.smoothing = bits, window, rank, smoothing
         self.record_dtype, self.compensator_dtype = record_dtype, compensator_dtype
-        self.boundary_dtype, self.channel = boundary_dtype, channel
-        # One decay per head: what is stored are the rows of Q S. One per channel: the rounding of S alone is rotated.
-        self.rotated_codes = rotation and channel
-        self.basis = rotation_matrix(key_dim) if rotation and not channel else np.eye(key_dim)
+        self.boundary_dtype, self.rotation, self.channel = boundary_dtype, rotation, channel
         self.records: list[tuple] = []  # (k as stored, u as stored, g)
         self.folds = 0
 
@@ -135,8 +132,7 @@ class WindowedHead:
         S = np.broadcast_to(np.exp(g), k.shape)[:, None] * self.state()
         u = beta * (v - S.T @ k)
         power = 2.0 ** np.floor(np.log2(np.abs(u).max()) + 1) if np.abs(u).max() > 0 else 1.0
-        k = self.basis.T @ round_to(self.basis @ k, self.record_dtype)
-        u = round_to(u / power, self.record_dtype) * power
+        k, u = round_to(k, self.record_dtype), round_to(u / power, self.record_dtype) * power
         out = S.T @ q + u * (k @ q)
         self.records.append((k, u, g))
         if len(self.records) == self.window:
@@ -144,7 +140,7 @@ class WindowedHead:
         return out
 
     def fold(self, compensators=None):
-        S = self.basis @ self.state()
+        S = self.state()
         self.records, self.folds = [], self.folds + 1
         if self.boundary_dtype:
             self.boundary = round_to(S, self.boundary_dtype)
@@ -155,8 +151,7 @@ class WindowedHead:
             keys, values = round_to(keys, self.compensator_dtype), round_to(values, self.compensator_dtype)
             low_rank = keys.T @ values
         # against the *rounded* compensators, otherwise their own rounding error is never corrected
-        rounded = quantize(S - low_rank, self.bits, self.smoothing, self.rotated_codes).dense()
-        self.boundary = self.basis.T @ (low_rank + rounded)
+        self.boundary = low_rank + quantize(S - low_rank, self.bits, self.smoothing, self.rotation).dense()
 
 
 def windowed(q, k, v, g, beta, **options):

@@ -66,7 +66,7 @@ def test_the_deepest_layer_of_note_4(note_4):
     first, deepest = (np.sqrt(note_4.errors[layer].mean(axis=1)) for layer in (0, 30))
     assert deepest[0] > 0.8 * deepest[1] and first[1] > 10 * first[0]  # the case: compensators help layer 0 alone
     policy = lq.plan(measured, measured.bytes_of("leapquant-int8")["at_rest"])
-    assert stored(policy)[2] == PLAIN and set(stored(policy)[:2]) <= {EIGHT, FOUR}
+    assert stored(policy)[2] == PLAIN and set(stored(policy)[:2]) <= {EIGHT, SIX, FOUR}
     assert sum(choice.at_rest for choice in policy.layers) <= measured.bytes_of("leapquant-int8")["at_rest"]
     assert policy.layers[2].error < 0.2 * deepest[0]
     for choice in policy.layers:
@@ -79,7 +79,7 @@ def test_bits_or_compensators_at_equal_bytes(note_4):
     assert AT_REST[CANDIDATES.index(WIDE)] == AT_REST[CANDIDATES.index(SIX)] == 1280
     assert stored(lq.plan(measured, 4 * 1280)) == [SIX, WIDE]
     errors = {layer: np.sqrt(error[:, 0]) for layer, error in measured.errors.items()}
-    assert errors[0][0] > 5 * errors[0][1] and errors[30][1] > 2 * errors[30][0]
+    assert errors[0][0] > 10 * errors[0][1] and errors[30][1] > 2 * errors[30][0]
 
 
 def test_a_plan_is_the_best_of_all(note_4):

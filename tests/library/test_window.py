@@ -34,9 +34,8 @@ def test_eq_10_reads_equal_the_materialised_state(gate):
     [
         (dict(rank=1), "scalar"),
         (dict(rank=0, rotation=True), "scalar"),
-        (dict(rank=0, rotation=True), "channel"),
-        (dict(rank=1, rotation=True, bits=6), "scalar"),
-        (dict(rank=1, rotation=True), "channel"),
+        (dict(rank=1, rotation=True, bits=6), "channel"),
+        (dict(rank=1, smoothing=1), "scalar"),
         (dict(bits=4, rank=1), "channel"),
         (dict(bits=6, rank=0, smoothing=0, record_dtype="bfloat16"), "channel"),
     ],
