@@ -112,7 +112,8 @@ def fold_program(
         bound = decay * (largest[0] * largest[1] * 127.0 + largest[2] * largest[3] * float(rank))
         bound = bound + lanes.from_bits(lanes.warp_max(lanes.bits(weight))) * float(window)
         root, per_root = _power_of_four_root(lanes, lanes.bits(lanes.abs(bound)))
-        root, per_root = root * 0.0625, per_root * 16.0  # entries up to 2^8, far from both ends of fp16
+        # Entries up to 2^15: the bound is often far too large, and the second halves of sums of two fp16 must not underflow.
+        root, per_root = root * 2.0**-7, per_root * 2.0**7
         weight = weight * per_root * per_root
         unit_decay = decay * per_root * per_root
 

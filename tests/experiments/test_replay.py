@@ -328,7 +328,8 @@ def test_half_step_bound_finds_a_code_that_is_one_off(options):
     folded = hp.init_from(config, dense, **some_trace(5).sizes)
     share = jax.jit(lambda folded: probes.half_step_share(config, folded, dense, dense))
     assert (np.asarray(share(folded)) <= 1.001).all()
-    codes = folded.codes.at[0, 1, 2, 3].add(-1 if folded.codes[0, 1, 2, 3] > 0 else 1)
+    # With a clipped scale another one may explain all codes, and the check cannot tell; here none does.
+    codes = folded.codes.at[0, 1, 2, 0].add(-1 if folded.codes[0, 1, 2, 0] > 0 else 1)
     found = np.asarray(share(dataclasses.replace(folded, codes=codes)))
     assert found[0, 0] <= 1.001 < found[0, 1]
 
