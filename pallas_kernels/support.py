@@ -27,7 +27,10 @@ def supports_layout(config: LeapConfig, state: LeapState) -> str | None:
         (state.gate == "scalar", "the kernels take one decay per head (gate='scalar'), not one per key channel"),
         (config.rotation is None, f"the kernels do not rotate (rotation={config.rotation!r})"),
         (config.clip is None, f"the kernels do not clip (clip={config.clip!r})"),
-        (config.smoothing in (0.5, 1.0), f"the kernels smooth with exponent 0.5 or 1, not smoothing={config.smoothing}"),
+        (
+            config.smoothing in (0.5, 1.0),
+            f"the kernels smooth with exponent 0.5 or 1, not smoothing={config.smoothing}",
+        ),
         (1 <= config.rank <= 8, f"the kernels keep 1 to 8 compensators, not rank={config.rank}"),
         (config.record_dtype == half, f"the kernels keep float16 records, not record_dtype={config.record_dtype!r}"),
         (
