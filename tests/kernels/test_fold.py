@@ -1,12 +1,17 @@
 """The fold kernel's program, lane for lane on a CPU, against the XLA function it must equal."""
 
 import dataclasses
+import functools
+import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import leapquant_jax as lq
+from experiments.traces import load_trace
+from leapquant_jax.append import append as xla_append
 from leapquant_jax.fold import compress as xla_compress
 from leapquant_jax.quantize import quantize as xla_quantize
 from leapquant_jax.window import materialise as xla_materialise
@@ -15,6 +20,8 @@ from pallas_kernels.shapes import Shape
 from pallas_kernels.tuning import Launch
 from tests.kernels.helpers import leaves, random_state
 
+RECORDED = pathlib.Path(__file__).parents[1] / "data/traces/layer02-recall.safetensors"
+append = jax.jit(xla_append, static_argnums=0)
 compress = jax.jit(xla_compress, static_argnums=0)
 quantize = jax.jit(xla_quantize, static_argnums=0)
 materialise = jax.jit(xla_materialise, static_argnums=0)
@@ -153,3 +160,42 @@ def test_zero_records_on_a_kept_fit_change_nothing() -> None:  # METHOD pitfall 
     difference = np.abs(np.asarray(state.codes, np.int32) - np.asarray(start.codes, np.int32))
     assert difference.max() <= 1 and (difference > 0).mean() < 1e-3
     np.testing.assert_array_equal(state.compensator_keys, start.compensator_keys)
+
+
+def float64_codes(config, state, folded) -> np.ndarray:
+    """Codes [B, H, V, K] of a fold in float64, given the compensators of `folded`; one value head per key head or more."""
+    wide = {name: np.asarray(leaf, np.float64) for name, leaf in leaves(state).items()}
+    dense = np.swapaxes(wide["codes"], -1, -2) * wide["column_scales"][..., None, :] * wide["row_scales"][..., None]
+    dense += np.einsum("bhrk,bhrv->bhkv", wide["compensator_keys"], wide["compensator_values"])
+    keys = np.repeat(wide["ring_keys"], state.num_heads // state.num_key_heads, axis=1)
+    for j in range(state.window):
+        written = keys[:, :, j, :, None] * (wide["ring_values"] * wide["ring_scales"][..., None])[:, :, j, None]
+        dense = np.exp(wide["ring_log_decays"][:, :, j])[..., None, None] * dense + written
+    factors = (np.asarray(x, np.float64) for x in (folded.compensator_keys, folded.compensator_values))
+    residual = dense - np.einsum("bhrk,bhrv->bhkv", *factors)
+    smooth = residual / (np.abs(residual).mean(-1, keepdims=True) ** config.smoothing)
+    return np.swapaxes(np.rint(smooth / (np.abs(smooth).max(-2, keepdims=True) / config.largest_code)), -1, -2)
+
+
+@pytest.mark.parametrize("name", ["leapquant-int8", "leapquant-int8-paper"])
+def test_on_a_recorded_trace_codes_are_as_near_to_float64_as_those_of_xla(name: str) -> None:
+    """Given the kernel's compensators, codes differ from float64 only at ties, and no more of them than XLA's do."""
+    config = lq.get_method(name).config
+    trace, _ = load_trace(RECORDED)
+    decode = jax.jit(functools.partial(lq.decode, config))
+    state = lq.init_state(config, **trace.sizes, dense=trace.dense)
+    differing, xla_differing, total = 0, 0, 0
+    for start in range(0, trace.q.shape[1] - 15, 16):
+        token = tuple(x[:, start : start + 16] for x in trace.tokens)
+        before, _ = decode(state, *(x[:, :15] for x in token))
+        full, _ = append(config, before, *(x[:, 15] for x in token))
+        state = fold(config, full, jnp.array([True]), tuning=Launch(1, 2), interpret=True)
+        factors = (x.astype(jnp.float32) for x in (state.compensator_keys, state.compensator_values))
+        residual = materialise(config, full) - jnp.einsum("bhrk,bhrv->bhkv", *factors, precision="highest")
+        expected = float64_codes(config, full, state)
+        found = [np.asarray(x.codes, np.float64) for x in (state, quantize(config, residual))]
+        assert all(np.abs(codes - expected).max() <= 1 for codes in found)
+        differing += int((found[0] != expected).sum())
+        xla_differing += int((found[1] != expected).sum())
+        total += expected.size
+    assert differing <= 1e-4 * total and differing <= 1.25 * xla_differing + 5

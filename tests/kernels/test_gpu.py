@@ -1,6 +1,7 @@
 """On the card: the compiled kernels against XLA. Interpreting and lowering prove neither."""
 
 import dataclasses
+import functools
 import json
 import os
 
@@ -94,6 +95,7 @@ def test_decode_copies_no_state() -> None:
     assert memory.temp_size_in_bytes < 0.25 * size  # the token inputs, time-major; the state alone would be 1.0
 
 
+@functools.cache
 def recorded_trace() -> lq.Trace:
     """Nine rows: every linear layer of the trained model, reading prose, code and recall tasks."""
     config, model = qwen35.from_pretrained(DEFAULT_MODEL)
@@ -102,20 +104,22 @@ def recorded_trace() -> lq.Trace:
     return jax.tree.map(lambda *x: jnp.concatenate(x), *(dataclasses.replace(trace, layer=0) for trace in traces))
 
 
-def test_a_trace_of_4095_tokens() -> None:
+@pytest.mark.parametrize(("name", "ties"), [("leapquant-int8-paper", 1e-4), ("leapquant-int8", 2e-4)])
+def test_a_trace_of_4095_tokens(name: str, ties: float) -> None:
     """Recorded from the trained model, window by window through both paths from the same state: codes equal, or ties of
-    the last rounding."""
-    config = lq.get_method("leapquant-int8").config
+    the last rounding. With exponent 1 weak rows have as many codes as strong ones, and XLA in fp32 has itself 1.2e-4 other
+    codes than float64 on such a trace; `test_fold` compares both with float64."""
+    config = lq.get_method(name).config
     trace = recorded_trace()
     state = lq.init_state(config, **trace.sizes)
     windows = {
-        name: jax.jit(lambda s, *t, name=name: lq.decode(config, s, *t, implementation=name))
-        for name in ("xla", "mosaic_gpu")
+        path: jax.jit(lambda s, *t, path=path: lq.decode(config, s, *t, implementation=path))
+        for path in ("xla", "mosaic_gpu")
     }
     # One token short of the window's end; the fold itself is then made by each path's own step.
     last = {
-        name: jax.jit(lambda s, *t, name=name: lq.step(config, s, *t, implementation=name))
-        for name in ("xla", "mosaic_gpu")
+        path: jax.jit(lambda s, *t, path=path: lq.step(config, s, *t, implementation=path))
+        for path in ("xla", "mosaic_gpu")
     }
     append = jax.jit(lambda s, *t: xla_append(config, s, *t)[0])
     fold = jax.jit(lambda s: pallas_kernels.fold(config, s, s.position >= config.window))
@@ -124,12 +128,12 @@ def test_a_trace_of_4095_tokens() -> None:
         token = tuple(x[:, 16 * w : 16 * w + 16] for x in trace.tokens)
         outs, folded = {}, {}
         before, _ = windows["xla"](state, *(x[:, :15] for x in token))
-        for name in windows:
-            _, outs[name] = windows[name](state, *(x[:, :15] for x in token))
-            folded[name], _ = last[name](before, *(x[:, 15] for x in token))
+        for path in windows:
+            _, outs[path] = windows[path](state, *(x[:, :15] for x in token))
+            folded[path], _ = last[path](before, *(x[:, 15] for x in token))
         scale = float(jnp.abs(outs["xla"]).max())
         worst_out = max(worst_out, float(jnp.abs(outs["xla"] - outs["mosaic_gpu"]).max()) / scale)
-        codes = [np.asarray(folded[name].codes, np.int32) for name in windows]
+        codes = [np.asarray(folded[path].codes, np.int32) for path in windows]
         differing += int((codes[0] != codes[1]).sum())
         total += codes[0].size
         if w % 16 == 0:  # of the differences, those not explained by a record or a compensator rounded the other way
@@ -141,10 +145,10 @@ def test_a_trace_of_4095_tokens() -> None:
     report = dict(codes=total, differing=differing / total, ties=given / total, worst_output=worst_out)
     print(json.dumps(report))
     if folder := os.environ.get("OUT"):
-        with open(os.path.join(folder, "trace.json"), "w") as file:
+        with open(os.path.join(folder, f"trace-{name}.json"), "w") as file:
             json.dump(report, file)
     assert worst_out < 2e-3
-    assert given / total <= 1e-4
+    assert given / total <= ties
 
 
 def test_a_row_beyond_two_to_the_31_elements() -> None:  # CASES A03
