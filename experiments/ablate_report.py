@@ -44,6 +44,9 @@ def write(directory: Path) -> str:
         "heads and traces. A ratio is the state error over that of the method named, median over the heads; below 1 is "
         "better. Bytes are per element of the state.",
     ]
+    if ablation.missing:
+        places = "; ".join(f"{p['axis']} {', '.join(p['labels'])}" for p in ablation.missing)
+        parts.append(f"Not run, because the run was stopped before: {places}.")
     for axis in ablation.axes:
         title, columns, against = _TITLES[axis]
         parts += [f"## {title}", f"Ratios are against {against}.", _table(ablation, axis, columns)]
@@ -85,7 +88,7 @@ def _grid(ablation: Ablation, field: str) -> str:
     points = ablation.of_axis("window_by_rank")
     windows, ranks = (list(dict.fromkeys(p["labels"][i] for p in points)) for i in (0, 1))
     mean = {tuple(p["labels"]): report.percent(ablation.errors[p["name"]][field].mean()) for p in points}
-    rows = [[window, *(mean[window, rank] for rank in ranks)] for window in windows]
+    rows = [[window, *(mean.get((window, rank), "not run") for rank in ranks)] for window in windows]
     name = field.replace("_", " ")
     return f"Mean {name}:\n\n" + report.markdown_table(["window", *(f"rank {rank}" for rank in ranks)], rows)
 

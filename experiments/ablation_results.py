@@ -16,7 +16,8 @@ class Ablation:
     Attributes:
       header: Command, versions, device, configuration.
       layers: int [N], layer of each trace.
-      points: Records with axis, labels, name and against, in order.
+      points: Records with axis, labels, name and against, in order; those that were measured.
+      missing: Those that were not, in a run that was stopped.
       errors: By name: bytes, and fp64 [N, H] state_error and output_error.
       long: By name: positions [M] and state_error [M, heads].
     """
@@ -24,6 +25,7 @@ class Ablation:
     header: dict[str, Any]
     layers: np.ndarray
     points: list[dict]
+    missing: list[dict]
     errors: dict[str, dict[str, Any]]
     long: dict[str, dict[str, Any]]
 
@@ -47,8 +49,13 @@ class Ablation:
             }
 
         layers = np.array([row["layer"] for row in rows["rows"]])
-        points = [r for r in records if r["measure"] == "point"]
-        return cls(header, layers, points, named("errors"), named("long"))
+        errors = named("errors")
+        points: list[dict] = []
+        missing: list[dict] = []
+        for point in (r for r in records if r["measure"] == "point"):
+            needed = {point["name"], point["against"] or point["name"]}
+            (points if needed <= errors.keys() else missing).append(point)
+        return cls(header, layers, points, missing, errors, named("long"))
 
     def of_axis(self, axis: str) -> list[dict]:
         return [p for p in self.points if p["axis"] == axis]

@@ -20,11 +20,12 @@ _NAMES = {"none": "the method itself", "layer": "planned by layer", "head": "pla
 
 
 def label(config: lq.LeapConfig) -> str:
-    """A short name, e.g. "8b r4 HC": bits, compensators, H for the rotation, C for the clip, S- for no smoothing."""
+    """A short name, e.g. "4b r4 HC": bits, compensators, H for a rotation, C for a clip, s0.5 for an exponent other than 1."""
     if config.boundary_dtype is not None:
         return config.boundary_dtype
-    marks = ("H" if config.rotation else "") + ("C" if config.clip else "") + ("" if config.smoothing else "S-")
-    return f"{config.bits}b r{config.rank} {marks}".strip()
+    marks = ("H" if config.rotation else "") + ("C" if config.clip else "")
+    exponent = "" if config.smoothing == 1 else f"s{config.smoothing:g}"
+    return " ".join(word for word in (f"{config.bits}b r{config.rank}", marks, exponent) if word)
 
 
 def write(directory: Path) -> str:
@@ -65,8 +66,8 @@ def _candidates(records: list[dict]) -> str:
         rows.append([config, f"{mine[layers[0]]['at_rest_per_head']:,}", *cells])
     table = report.markdown_table(["config", "bytes a head", *(f"layer {layer}" for layer in layers)], rows)
     return (
-        "## What each config costs\n\nb: bits, r: compensators, H: Hadamard rotation, C: clipped scales. Error of all "
-        f"heads / of the worst head.\n\n{table}\n"
+        "## What each config costs\n\nb: bits, r: compensators, H: Hadamard rotation, C: clipped scales, s: smoothing exponent if "
+        f"not 1. Error of all heads / of the worst head.\n\n{table}\n"
     )
 
 

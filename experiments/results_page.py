@@ -31,14 +31,11 @@ class Section:
 SECTIONS = (
     Section("accuracy", "Every method on the trained model", "4,096 tokens on a CPU: what README.md quotes."),
     Section("long", "65,536 tokens", "Sixteen streams on one H200, every method of the library."),
-    Section(
-        "long_low_bits", "65,536 tokens at 6 and 4 bits",
-        "The same model after `clip` got its least-squares scales: nothing diverges any more.",
-    ),
     Section("suite", "Recall and reasoning", "Tasks that only the recurrent state can do, judged against `exact`."),
     Section("replay", "Recorded traces", "Every method on what three layers are fed by prose, code and recall."),
     Section("ablations", "Ablations", "The paper's axes and those beyond it, on recorded traces."),
     Section("policy/tiny-hybrid", "Policies for the trained model", "Bits, rank and options per layer and per head."),
+    Section("policy/model", "The model with those policies", "Other streams than the plans were made from."),
     Section("policy/note4", "Policies for heads of two kinds", "Strong low-rank heads, and heads of flat spectrum."),
     Section("drift", "One head", "The article's simulator; subspace iteration against SVD; 4 bits on a slow head."),
     Section("kernels/nvidia_h200", "Kernels on an H200", "Append and fold, their peers in the same run, what binds."),

@@ -39,17 +39,17 @@ _MOST_UNITS = 1 << 16  # of bytes in the knapsack; sizes without a large common 
 def default_candidates(key_dim: int, value_dim: int) -> tuple[LeapConfig, ...]:
     """What the planner chooses from unless told otherwise; for 128 x 128 from 11,264 to 32,768 bytes a head at rest.
 
-    A plain fp16 state, the paper's 8 bits, and the named methods with 0 to 8 compensators, as far as they fit the head: 8
-    bits, 6 with clipped scales, 4 with a Hadamard rotation too (where `key_dim` allows it). At 8 and 6 bits a rotation
-    lowers the errors that a plan goes by, and loses what was written under rarely used keys: it is not offered. An fp16
-    state that overflows on a trace has an infinite error there and is never chosen.
+    A plain fp16 state, and the named methods with 0 to 8 compensators, as far as they fit the head: 8 bits, 6 with clipped
+    scales, 4 with a Hadamard rotation too (where `key_dim` allows it). Not offered is what can lower the errors that a plan
+    goes by and yet loses what was written under rarely used keys: smoothing below 1, and a rotation at 8 and 6 bits. An
+    fp16 state that overflows on a trace has an infinite error there and is never chosen.
     """
     rotation = "hadamard" if key_dim & (key_dim - 1) == 0 else None
     options = {8: {}, 6: dict(clip="mse"), 4: dict(clip="mse", rotation=rotation)}
     plain = LeapConfig(bits=None, boundary_dtype="float16", rank=0, smoothing=0)
     widths = ((8, 8), (8, 4), (8, 2), (8, 0), (6, 6), (6, 2), (6, 0), (4, 6), (4, 4))
     named = [LeapConfig(bits=bits, rank=rank, smoothing=1, **options[bits]) for bits, rank in widths]
-    candidates = [plain, LeapConfig(), *named]
+    candidates = [plain, *named]
     return tuple(config for config in candidates if config.rank < min(key_dim, value_dim))
 
 
