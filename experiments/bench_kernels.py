@@ -60,7 +60,9 @@ def head_bytes(shape, fill: float) -> dict[str, float]:
 
 def make_state(shape, batch: int) -> tuple[lq.LeapConfig, LeapState, tuple]:
     """A random row, repeated: times do not depend on the data, and nothing large has to be drawn."""
-    config = dataclasses.replace(lq.get_method(_METHOD.value).config, rank=shape.rank, window=shape.window)
+    method = lq.get_method(_METHOD.value)
+    assert isinstance(method, lq.LeapMethod)
+    config = dataclasses.replace(method.config, rank=shape.rank, window=shape.window)
     random = np.random.default_rng(0)
     state = lq.init_state(
         config, batch=1, num_heads=shape.heads, num_key_heads=shape.key_heads, key_dim=shape.key_dim,

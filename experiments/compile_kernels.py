@@ -57,7 +57,9 @@ def main(_: list[str]) -> None:
     launch = None
     if _LAUNCH.value:
         launch = pallas_kernels.Launch(*map(int, _LAUNCH.value))
-    config = dataclasses.replace(lq.get_method(_METHOD.value).config, rank=shape.rank, window=shape.window)
+    method = lq.get_method(_METHOD.value)
+    assert isinstance(method, lq.LeapMethod)
+    config = dataclasses.replace(method.config, rank=shape.rank, window=shape.window)
     state = jax.eval_shape(
         lambda: lq.init_state(
             config, batch=batch, num_heads=shape.heads, num_key_heads=shape.key_heads, key_dim=shape.key_dim,

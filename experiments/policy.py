@@ -1,6 +1,6 @@
 """Plans how each layer, or head, of a model stores its state, and compares the plans with one method for all.
 
-    python -m experiments.policy --measure=output                           # heads as in note 4, a few minutes on a CPU
+    python -m experiments.policy --measure=output                           # synthetic heads, a few minutes on a CPU
     python -m experiments.record --output_dir=runs/traces
     python -m experiments.policy --trace_dir=runs/traces --output_dir=runs/policy-model
     python -m experiments.accuracy --methods=leapquant-int8,runs/policy-model/leapquant-int8-by-layer.json
@@ -49,7 +49,7 @@ class Settings:
 
 
 def note_4_traces(num_tokens: int, seed: int) -> dict[str, list[lq.Trace]]:
-    """Layers 0, 15 and 30 of two heads each, in the way of note 4, as one "prompt"."""
+    """Layers 0, 15 and 30 of two heads each, as one "prompt": low-rank, mixed, and of flat spectrum."""
     draw = functools.partial(toy_heads.heads, num_tokens)
     rows = {
         0: [(draw(seed, rank=2), "low-rank"), (draw(seed + 1, rank=4), "low-rank")],

@@ -123,7 +123,7 @@ def check_fit(method: lq.Method | lq.Policy, batch: TraceBatch, block: int) -> N
         try:
             jax.eval_shape(functools.partial(part.init, **batch.trace.sizes))
         except ValueError as error:
-            raise ValueError(f"{method.name} does not fit the traces, choose others of --methods: {error}") from error
+            raise ValueError(f"{method.name} does not fit the traces, choose other --methods: {error}") from error
 
 
 def replay_one(

@@ -22,7 +22,7 @@ import orbax.checkpoint as ocp
 from leapquant_jax.config import LeapConfig
 from leapquant_jax.methods import LeapMethod, get_method
 
-_VERSION = 1
+_VERSION = 2  # 2: rotation="hadamard" has signs
 
 
 class Checkpoint(NamedTuple):

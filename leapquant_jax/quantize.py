@@ -1,6 +1,6 @@
 """Rounding the residual: smoothing (eq. 7), rotation and clipping if asked for, symmetric codes, a scale per column.
 
-    R^ = Diag(c) (Z * B),    c_i = mean_j |R_ij|^s,    B_j = max_i |R_ij / c_i| / qmax
+    R^ = Diag(c) (Z * B),    c_i = (mean_j |R_ij|)^s,    B_j = max_i |R_ij / c_i| / qmax
 
 With clip="mse" a column's scale is first shrunk where that rounds with a smaller squared error, and then set to the
 least-squares scale of the codes, B_j = <R_j, q_j> / <q_j, q_j> with q_j what the codes read back as at scale 1. Then
@@ -22,7 +22,7 @@ import numpy as np
 from jax import Array
 
 from leapquant_jax.config import LeapConfig
-from leapquant_jax.numerics import HIGHEST
+from leapquant_jax.numerics import HIGHEST, power_of_two_scale
 from leapquant_jax.packing import pack, unpack, unpack_parts
 
 # Shrink factors that clip="mse" tries besides 1.
@@ -160,6 +160,9 @@ def _clip_by_mse(residual: Array, column_scales: Array, largest: Array) -> Array
 
 def _least_squares(config: LeapConfig, target: Array, codes: Array, row_scales: Array | None, scales: Array) -> Array:
     """By what to multiply the column scales so that the codes [..., K, V] come closest to `target`: [..., V]."""
+    if row_scales is not None:  # squares of states of any magnitude fit
+        unit = power_of_two_scale(jnp.max(row_scales, axis=-1, keepdims=True))
+        row_scales, target = row_scales / unit, target / unit[..., None]
     read = _unsmooth(config, codes, row_scales)
     usable = scales > jnp.float32(_SMALLEST_COLUMN)
     target = target * jnp.where(usable, jnp.float32(1) / jnp.where(usable, scales, 1), jnp.float32(0))[..., None, :]

@@ -13,9 +13,9 @@ compressed state is ever in memory. The tensor cores do everything that multipli
 - S^T x contracts over keys and takes the accumulators as they lie. S y contracts over values and needs 8 x 8 blocks
   transposed (`movmatrix`).
 
-The state is kept in units of a power of four, chosen from a bound of its entries so that they fit fp16 with room to
-spare; both factors then scale by its root. Only factors (R x K, R x V), column maxima and two energies cross warps,
-through shared memory, where every warp finishes them for itself.
+The state is kept in units of a power of four, chosen from a bound of its entries so that the bound comes within a factor
+of two of fp16's end (the bound is usually far too large); both factors then scale by its root. Only factors (R x K, R x
+V), column maxima and two energies cross warps, through shared memory, where every warp finishes them for itself.
 """
 
 from pallas_kernels.fold.factors import Factors, keep_previous

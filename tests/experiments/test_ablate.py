@@ -32,7 +32,7 @@ def test_equal_bytes_are_equal():
         assert f"{point.method.state_bytes(state)['at_rest']:,}" == point.labels[0], point.labels
 
 
-def test_the_library_has_the_best_methods_of_their_bytes():
+def test_the_named_methods_are_those_of_the_ablation():
     """All smooth with exponent 1; 6 bits clip; 4 bits clip and rotate."""
     for bits in (4, 6, 8):
         assert lq.get_method(f"leapquant-int{bits}").config == leap(bits, **ablation_axes.NAMED[bits]).config

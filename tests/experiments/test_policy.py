@@ -22,9 +22,9 @@ def records(name, **fields):
 
 
 def test_the_deepest_layer_of_note_4():
-    """Compensators gain little in layer 30 and 20 times in layer 0; the plan fixes layer 30 at no more bytes."""
+    """Compensators gain little in layer 30 and 15 times in layer 0; the plan fixes layer 30 at no more bytes."""
     errors = {(r["config"], r["layer"]): r["error"] for r in records("note4", measure="candidate")}
-    assert errors["8b r4", 30] > 0.8 * errors["8b r0 HC", 30] and errors["8b r4", 0] < 0.05 * errors["8b r0 HC", 0]
+    assert errors["8b r4", 30] > 0.8 * errors["8b r0", 30] and 15 * errors["8b r4", 0] < errors["8b r0", 0]
     method, by_layer, by_head = records("note4", measure="plan", budget="leapquant-int8")
     assert by_layer["at_rest"] <= method["at_rest"] >= by_head["at_rest"]
     deepest = {choice["layer"]: choice["error"] for choice in by_layer["choices"]}
@@ -33,21 +33,21 @@ def test_the_deepest_layer_of_note_4():
 
 
 def test_the_trained_model():
-    """Plans are better than the methods, also on prompts they have not seen."""
+    """Its three layers are alike, so that plans by layer are the methods; by head they are better, also on new prompts."""
     for budget in ("leapquant-int8", "leapquant-int6", "leapquant-int4"):
         method, by_layer, by_head = records("tiny-hybrid", measure="plan", budget=budget)
         assert by_layer["at_rest"] <= method["at_rest"] >= by_head["at_rest"]
-        assert by_head["error"] < by_layer["error"] < 0.9 * method["error"]
-        assert by_head["error"] < 0.75 * method["error"]
-    unseen = records("tiny-hybrid", measure="held_out", by="layer")
-    assert len(unseen) == 9 and all(r["error"] < 0.92 * r["method_error"] for r in unseen)
+        assert by_layer["error"] <= method["error"] and by_head["error"] < 0.85 * method["error"]
+    unseen = records("tiny-hybrid", measure="held_out", by="head")
+    assert len(unseen) == 9 and all(r["error"] < r["method_error"] for r in unseen)
 
 
 def test_committed_policies_load():
-    for path in RESULTS.glob("*/*.json"):
-        if path.name != "run.json" and path.parent.name != "accuracy":
-            loaded = lq.Policy.load(path)
-            assert loaded.title == path.stem and all(choice.head_errors for choice in loaded.layers)
+    files = [path for path in RESULTS.glob("*/*.json") if path.name != "run.json"]
+    assert len(files) == 12  # two studies, three budgets, by layer and by head
+    for path in files:
+        loaded = lq.Policy.load(path)
+        assert loaded.title == path.stem and all(choice.head_errors for choice in loaded.layers)
 
 
 def test_the_program(tmp_path, monkeypatch):

@@ -163,7 +163,7 @@ def test_zero_records_on_a_kept_fit_change_nothing() -> None:  # METHOD pitfall 
 
 
 def float64_codes(config, state, folded) -> np.ndarray:
-    """Codes [B, H, V, K] of a fold in float64, given the compensators of `folded`; one value head per key head or more."""
+    """Codes [B, H, V, K] of a fold in float64, given the compensators of `folded`; no row may be zero."""
     wide = {name: np.asarray(leaf, np.float64) for name, leaf in leaves(state).items()}
     dense = np.swapaxes(wide["codes"], -1, -2) * wide["column_scales"][..., None, :] * wide["row_scales"][..., None]
     dense += np.einsum("bhrk,bhrv->bhkv", wide["compensator_keys"], wide["compensator_values"])

@@ -107,8 +107,8 @@ def recorded_trace() -> lq.Trace:
 @pytest.mark.parametrize(("name", "ties"), [("leapquant-int8-paper", 1e-4), ("leapquant-int8", 2e-4)])
 def test_a_trace_of_4095_tokens(name: str, ties: float) -> None:
     """Recorded from the trained model, window by window through both paths from the same state: codes equal, or ties of
-    the last rounding. With exponent 1 weak rows have as many codes as strong ones, and XLA in fp32 has itself 1.2e-4 other
-    codes than float64 on such a trace; `test_fold` compares both with float64."""
+    the last rounding. With exponent 1 weak rows are rounded as finely as strong ones, and XLA's own fp32 codes differ
+    from float64 in up to 1.2e-4 of a window; `test_fold.py` compares both with float64."""
     config = lq.get_method(name).config
     trace = recorded_trace()
     state = lq.init_state(config, **trace.sizes)

@@ -16,11 +16,11 @@ from tests.library import oracle
 
 NAMES = (
     "exact", "step-bf16", "step-fp16", "step-int8", "step-fp8", "step-int4", "window-bf16", "window-int8",
-    "leapquant-int8", "leapquant-int6", "leapquant-int4",
+    "leapquant-int8-paper", "leapquant-int8", "leapquant-int6", "leapquant-int4",
 )  # fmt: skip
 
 
-def test_the_eleven_names():
+def test_the_names():
     assert tuple(lq.list_methods()) == NAMES
     for name in NAMES:
         method = lq.get_method(name)

@@ -186,6 +186,8 @@ def test_default_candidates():
     assert min(s["at_rest"] for s in sizes) == 11264 and max(s["at_rest"] for s in sizes) == 32768
     named = {getattr(lq.get_method(f"leapquant-int{bits}"), "config") for bits in (8, 6, 4)}  # noqa: B009
     assert named <= set(of_qwen) and len(of_qwen) <= 12
+    quantized = [c for c in of_qwen if c.bits is not None]  # not offered: what loses recall at a smaller error
+    assert all(c.smoothing == 1 and (c.bits == 4 or c.rotation is None) for c in quantized)
     for config in lq.default_candidates(12, 5):
         config.check_dims(12, 5)
 

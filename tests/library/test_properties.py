@@ -103,6 +103,22 @@ def test_rounding_errs_by_half_a_step_at_any_magnitude(bits, smoothing, size, ma
     assert np.linalg.norm(again - back) <= 1.5 * np.linalg.norm(half)  # rounding again moves no further than once
 
 
+@given(
+    bits=st.sampled_from([6, 4]), smoothing=st.sampled_from([0.0, 0.5, 1.0]), magnitude=st.integers(-25, 25),
+    rotation=st.sampled_from([None, "hadamard"]), seed=st.integers(0, 2**31),
+)  # fmt: skip
+@settings(max_examples=12)
+def test_a_clipped_scale_takes_energy_away_at_any_magnitude(bits, smoothing, magnitude, rotation, seed):
+    """|R^|^2 = |R|^2 - |R - R^|^2 in every column, the property of a least-squares scale."""
+    R = (np.random.default_rng(seed).standard_normal((16, 5)) * 10.0**magnitude).astype(np.float32)
+    config = lq.LeapConfig(bits=bits, rank=0, smoothing=smoothing, clip="mse", rotation=rotation)
+    back = np.asarray(_unround(config, _round(config, R), 16), np.float64) / 10.0**magnitude
+    wide = R.astype(np.float64) / 10.0**magnitude
+    kept, whole, lost = ((x**2).sum(axis=0) for x in (back, wide, wide - back))
+    np.testing.assert_allclose(kept, whole - lost, rtol=1e-4)
+    assert (kept < whole).all()
+
+
 @settings(max_examples=10)
 @given(st.integers(1, 6), st.integers(0, 9), st.integers(0, 99))
 def test_rows_move_by_any_indices(batch, number, seed):
