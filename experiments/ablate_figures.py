@@ -85,19 +85,19 @@ def _ratios(ablation: Ablation, name: str, path: Path) -> None:
 
 
 def _numbers(ablation: Ablation, path: Path) -> None:
-    """The smoothing exponent and refit_gain: mean error against the number."""
-    figure, axes = plt.subplots(1, 2, figsize=(10, 3.8))
-    for axis, name, xlabel in ((axes[0], "smoothing", "smoothing exponent"), (axes[1], "refit_gain", "refit_gain")):
-        points = ablation.of_axis(name)
+    """The smoothing exponent and refit_gain, as far as they were varied: mean error against the number."""
+    found = {name: points for name in ("smoothing", "refit_gain") if (points := ablation.of_axis(name))}
+    figure, axes = plt.subplots(1, len(found), figsize=(5 * len(found), 3.8), squeeze=False)
+    for axis, (name, points) in zip(axes[0], found.items(), strict=True):
         lines = list(dict.fromkeys(tuple(p["labels"][:-1]) for p in points))
         for line, colour in zip(lines, (plots.BLUE, plots.GREEN, plots.VERMILION), strict=False):
-            found = [p for p in points if tuple(p["labels"][:-1]) == line]
-            errors = [100 * ablation.errors[p["name"]]["state_error"].mean() for p in found]
+            mine = [p for p in points if tuple(p["labels"][:-1]) == line]
+            errors = [100 * ablation.errors[p["name"]]["state_error"].mean() for p in mine]
             label = f"{line[0]} bits" + "".join(f", {x}" for x in line[1:])
-            axis.plot([p["labels"][-1] for p in found], errors, marker="o", color=colour, label=label)
+            axis.plot([p["labels"][-1] for p in mine], errors, marker="o", color=colour, label=label)
+        xlabel = "smoothing exponent" if name == "smoothing" else name
         axis.set(yscale="log", xlabel=xlabel, ylabel="mean state error, %")
-        if points:
-            axis.legend()
+        axis.legend()
     plots.save(figure, path)
 
 

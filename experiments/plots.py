@@ -29,7 +29,7 @@ _BY_WIDTH = {
 _BY_FAMILY = {"step": (0, (1, 1.2)), "window": (0, (5, 1.5)), "leapquant": "solid", "exact": "solid"}
 # Ablations share colour and dashes, and are told apart by markers.
 _BY_CHANGE = {
-    "+smoothing": "^", "+compensators": "s", "-svd": "v", "-paper": "D", "-kept": "d", "-hadamard": "*", "-no-clip": "x",
+    "+smoothing": "^", "+compensators": "s", "-svd": "v", "-paper": "D", "-kept": "<", "-hadamard": "*", "-no-clip": "x",
     "-clip": "P", "-bf16-records": "o",
 }  # fmt: skip
 
