@@ -46,13 +46,14 @@ def test_foreign_folder_and_file_are_refused_untouched(tmp_path):
 
 @pytest.fixture(scope="module")
 def cache():
-    """Eleven linear layers, so that "10" sorts before "2", each with another method and so with other dtypes."""
+    """A linear layer for every method, and so with other dtypes; more than ten, so that "10" sorts before "2"."""
+    methods = lq.list_methods()
     config = qwen35.Config(
-        vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=11, num_attention_heads=1,
+        vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=len(methods), num_attention_heads=1,
         num_key_value_heads=1, head_dim=8, linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=8,
-        linear_value_head_dim=9, layer_types=("linear_attention",) * 11,
+        linear_value_head_dim=9, layer_types=("linear_attention",) * len(methods),
     )  # fmt: skip
-    empty = qwen35.init_cache(config, batch=2, method=lq.list_methods())
+    empty = qwen35.init_cache(config, batch=2, method=methods)
     leaves, treedef = jax.tree.flatten(empty)
     rng = np.random.default_rng(0)
     return treedef.unflatten([x + rng.integers(1, 5, x.shape).astype(x.dtype) for x in leaves])
