@@ -47,6 +47,8 @@ def write(directory: Path) -> str:
     if ablation.missing:
         places = "; ".join(f"{p['axis']} {', '.join(p['labels'])}" for p in ablation.missing)
         parts.append(f"Not run, because the run was stopped before: {places}.")
+    if elsewhere := [name for name, found in ablation.errors.items() if "device" in found]:
+        parts.append(f"On {ablation.errors[elsewhere[0]]['device']}: {'; '.join(elsewhere)}.")
     for axis in ablation.axes:
         title, columns, against = _TITLES[axis]
         parts += [f"## {title}", f"Ratios are against {against}.", _table(ablation, axis, columns)]

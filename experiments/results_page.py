@@ -32,6 +32,7 @@ SECTIONS = (
     Section("accuracy", "Every method on the trained model", "4,096 tokens on a CPU: what README.md quotes."),
     Section("long", "65,536 tokens", "Sixteen streams on one H200, every method of the library."),
     Section("suite", "Recall and reasoning", "Tasks that only the recurrent state can do, judged against `exact`."),
+    Section("suite_long", "Recall over 32,768 tokens", "Answers up to 16,384 tokens old, fewer methods, on a CPU."),
     Section("replay", "Recorded traces", "Every method on what three layers are fed by prose, code and recall."),
     Section("ablations", "Ablations", "The paper's axes and those beyond it, on recorded traces."),
     Section("policy/tiny-hybrid", "Policies for the trained model", "Bits, rank and options per layer and per head."),
