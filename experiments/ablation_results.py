@@ -18,7 +18,7 @@ class Ablation:
       layers: int [N], layer of each trace.
       points: Records with axis, labels, name and against, in order; those that were measured.
       missing: Those that were not, in a run that was stopped.
-      errors: By name: bytes, and fp64 [N, H] state_error and output_error.
+      errors: By name: bytes, and fp64 [N, H] state_error and output_error; `device` where it is not that of the run.
       long: By name: positions [M] and state_error [M, heads].
     """
 

@@ -2,6 +2,7 @@
 
 import leapquant_jax as lq
 
+# "hadamard" is rotated and clipped, "kept" the paper's method with its compensators kept.
 ABLATIONS: dict[str, lq.LeapConfig] = {
     "window-int8+smoothing": lq.LeapConfig(bits=8, rank=0),
     "window-int8+compensators": lq.LeapConfig(bits=8, rank=4, smoothing=0),
@@ -12,9 +13,9 @@ ABLATIONS: dict[str, lq.LeapConfig] = {
     ),
     "leapquant-int8-hadamard": lq.LeapConfig(bits=8, rank=4, smoothing=1, rotation="hadamard", clip="mse"),
     "leapquant-int6-hadamard": lq.LeapConfig(bits=6, rank=6, smoothing=1, rotation="hadamard", clip="mse"),
-    "leapquant-int6-no-clip": lq.LeapConfig(bits=6, rank=6),
-    "leapquant-int4-no-clip": lq.LeapConfig(bits=4, rank=6),
-    "leapquant-int4-clip": lq.LeapConfig(bits=4, rank=6, clip="mse"),
+    "leapquant-int6-no-clip": lq.LeapConfig(bits=6, rank=6, smoothing=1),
+    "leapquant-int4-no-clip": lq.LeapConfig(bits=4, rank=6, smoothing=1, rotation="hadamard"),
+    "leapquant-int4-clip": lq.LeapConfig(bits=4, rank=6, smoothing=1, clip="mse"),
     "window-fp32": lq.LeapConfig(bits=None, boundary_dtype="float32", rank=0, smoothing=0),
 }
 

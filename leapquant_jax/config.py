@@ -26,7 +26,7 @@ class LeapConfig:
       rank: compensators (r), rank-one parts of the state kept in `compensator_dtype`; 0 for none.
       smoothing: exponent s of c_i = (mean_j |R_ij|)^s, the factor divided out of key row i before rounding; 0 for none.
         Eq. 7 has s = 0.5. With 1 every key row is rounded to the same relative precision, which keeps what is written
-        under rarely used keys: on our model twice as many copies survive 8 bits, at the same state error.
+        under rarely used keys: on checkpoints/tiny-hybrid twice as many copies survive 8 bits, at the same state error.
       record_dtype: of the ring's keys and corrections. fp16 is 6-8 times more accurate than bf16 at the same bytes;
         each record carries a power-of-two scale, so its range is not limited.
       compensator_dtype: of the compensators.

@@ -13,9 +13,9 @@ compressed state is ever in memory. The tensor cores do everything that multipli
 - S^T x contracts over keys and takes the accumulators as they lie. S y contracts over values and needs 8 x 8 blocks
   transposed (`movmatrix`).
 
-The state is kept in units of a power of four, chosen from a bound of its entries so that the bound comes within a factor
-of two of fp16's end (the bound is usually far too large); both factors then scale by its root. Only factors (R x K, R x
-V), column maxima and two energies cross warps, through shared memory, where every warp finishes them for itself.
+The state is kept in units of a power of four, chosen from a bound of its entries so that they come near the end of fp16
+(the bound is usually far too large); both factors then scale by its root. Only factors (R x K, R x V), column maxima and
+two energies cross warps, through shared memory, where every warp finishes them for itself.
 """
 
 from pallas_kernels.fold.factors import Factors, keep_previous
@@ -112,8 +112,9 @@ def fold_program(
         bound = decay * (largest[0] * largest[1] * 127.0 + largest[2] * largest[3] * float(rank))
         bound = bound + lanes.from_bits(lanes.warp_max(lanes.bits(weight))) * float(window)
         root, per_root = _power_of_four_root(lanes, lanes.bits(lanes.abs(bound)))
-        # Entries up to 2^15: the bound is often far too large, and the second halves of sums of two fp16 must not underflow.
-        root, per_root = root * 2.0**-7, per_root * 2.0**7
+        # Entries up to 2^13: the bound is often far too large, and the second halves of sums of two fp16 must not underflow.
+        # A previous factor can be twice an entry (its unit is a power of two), and 2^15 still fits.
+        root, per_root = root * 2.0**-6, per_root * 2.0**6
         weight = weight * per_root * per_root
         unit_decay = decay * per_root * per_root
 

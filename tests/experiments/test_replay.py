@@ -1,6 +1,7 @@
 """Record and replay: traces are what the layer used, damage is named, and a broken method is caught."""
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 
@@ -322,16 +323,21 @@ def test_what_cannot_run_is_said():
 
 @pytest.mark.parametrize("options", [{}, {"rotation": "hadamard", "bits": 4, "clip": "mse"}], ids=["plain", "beyond"])
 def test_half_step_bound_finds_a_code_that_is_one_off(options):
-    """The check is sharp: one code of one head, moved by one, exceeds the bound."""
+    """The check is sharp: a code of one head, moved by one, exceeds the bound, whichever it is."""
     config = dataclasses.replace(SMALL, **options)
     dense = some_trace(5).dense
     folded = hp.init_from(config, dense, **some_trace(5).sizes)
     share = jax.jit(lambda folded: probes.half_step_share(config, folded, dense, dense))
     assert (np.asarray(share(folded)) <= 1.001).all()
-    # With a clipped scale another one may explain all codes, and the check cannot tell; here none does.
-    codes = folded.codes.at[0, 1, 2, 0].add(-1 if folded.codes[0, 1, 2, 0] > 0 else 1)
-    found = np.asarray(share(dataclasses.replace(folded, codes=codes)))
-    assert found[0, 0] <= 1.001 < found[0, 1]
+    values, keys = folded.codes.shape[2:]
+    found = []
+    for v, k in itertools.product(range(values), range(keys)):
+        codes = folded.codes.at[0, 1, v, k].add(-1 if folded.codes[0, 1, v, k] > 0 else 1)
+        untouched, moved = np.asarray(share(dataclasses.replace(folded, codes=codes)))[0]
+        assert untouched <= 1.001
+        found.append(moved > 1.001)
+    # Beside a clipped scale there may be another that explains all codes, moved one included: then none is wrong.
+    assert np.mean(found) == 1 if config.clip is None else np.mean(found) > 0.8
 
 
 def test_the_committed_trace_replays():

@@ -148,6 +148,26 @@ def test_previous_compensators_stay_unless_new_ones_gain() -> None:
     check(config, state, folded)
 
 
+@pytest.mark.parametrize(("key", "value"), [(1.99, 2.01), (1.0, 1.001), (3.98, 1.001), (0.51, 0.501)])
+def test_one_compensator_that_is_the_whole_state_fits_fp16(key: float, value: float) -> None:
+    """The bound of the state is then its largest entry, and the unit of the value factor nearly twice the factor."""
+    config, state, _ = random_state(Shape(1, 1, 64, 64, rank=1), batch=1, position=[16])
+    config = dataclasses.replace(config, refit_gain=0.02, smoothing=1.0)
+    state = dataclasses.replace(
+        state, column_scales=state.column_scales * 1e-9, ring_scales=state.ring_scales * 2.0**-20,
+        ring_log_decays=jnp.zeros_like(state.ring_log_decays),
+        compensator_keys=jnp.zeros((1, 1, 1, 64), jnp.float16).at[..., 3].set(key).at[..., 4].set(key / 2),
+        compensator_values=jnp.zeros((1, 1, 1, 64), jnp.float16).at[..., 5].set(value).at[..., 6].set(value / 2),
+    )  # fmt: skip
+    folded = fold(config, state, jnp.array([True]), tuning=Launch(1, 2), interpret=True)
+    assert all(np.isfinite(np.asarray(leaves(folded)[name], np.float32)).all() for name in BOUNDARY)
+    before, after = (
+        np.asarray(materialise(config, s))
+        for s in (state, dataclasses.replace(folded, position=jnp.zeros((1,), jnp.int32)))
+    )
+    np.testing.assert_allclose(after, before, rtol=0, atol=1e-6 * np.abs(before).max())
+
+
 def test_zero_records_on_a_kept_fit_change_nothing() -> None:  # METHOD pitfall 7
     config, state, _ = random_state(Shape(1, 1, 64, 64, rank=2), batch=1, position=[16])
     config = dataclasses.replace(config, refit_gain=0.02)
