@@ -66,7 +66,14 @@ def test_the_deepest_layer_of_note_4(note_4):
     first, deepest = (np.sqrt(note_4.errors[layer].mean(axis=1)) for layer in (0, 30))
     assert deepest[0] > 0.8 * deepest[1] and first[1] > 10 * first[0]  # the case: compensators help layer 0 alone
     policy = lq.plan(measured, measured.bytes_of("leapquant-int8")["at_rest"])
-    assert stored(policy)[2] == PLAIN and set(stored(policy)[:2]) <= {EIGHT, SIX, FOUR}
+    limit = measured.bytes_of("leapquant-int8")["at_rest"]
+    plans = itertools.product(range(len(CANDIDATES)), repeat=3)
+    affordable = [p for p in plans if sum(2 * AT_REST[c] for c in p) <= limit]
+    total = {
+        p: sum(measured.errors[layer][c].sum() for layer, c in zip((0, 1, 30), p, strict=True)) for p in affordable
+    }
+    best = min(total, key=lambda p: total[p])
+    assert stored(policy) == [CANDIDATES[c] for c in best] and stored(policy)[2] == PLAIN
     assert sum(choice.at_rest for choice in policy.layers) <= measured.bytes_of("leapquant-int8")["at_rest"]
     assert policy.layers[2].error < 0.2 * deepest[0]
     for choice in policy.layers:
